@@ -139,10 +139,21 @@ def test_the_models_are_read_only(shop: str, app: DjangoApp) -> None:
     app.defer("task")
     app.pause("default")
     job = Job.objects.get()
-    with pytest.raises(ReadOnly):
-        job.delete()
-    with pytest.raises(ReadOnly):
-        Job().save()
+    writes: list[Callable[[], object]] = [
+        job.delete,
+        Job().save,
+        lambda: Job.objects.create(task="other"),
+        lambda: Task.objects.update(defaults={}),
+        lambda: Task.objects.filter(name="x").delete(),
+        lambda: Task.objects.bulk_create([Task(name="x", defaults={})]),
+        lambda: Task.objects.bulk_update([Task(name="x", defaults={})], ["defaults"]),
+        job.history.clear,
+        lambda: async_to_sync(Task.objects.all().aupdate)(defaults={}),
+    ]
+    for change in writes:
+        with pytest.raises(ReadOnly, match="can't be written") as caught:
+            change()
+        assert caught.value.hint
     assert Queue.objects.get().paused_until.year == 9999
     assert list(job.history.all()) == []
     assert Attempt.objects.select_related("job").count() == 0

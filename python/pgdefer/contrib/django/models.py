@@ -63,8 +63,30 @@ class Json(models.JSONField):
             return value
 
 
+class ViewRows(models.QuerySet[Any]):
+    """Rows of a view, only for reading."""
+
+    def update(self, **_values: Any) -> NoReturn:
+        """Raise ReadOnly."""
+        _refuse(self.model)
+
+    def delete(self) -> NoReturn:
+        """Raise ReadOnly."""
+        _refuse(self.model)
+
+    def bulk_create(self, *_args: Any, **_options: Any) -> NoReturn:
+        """Raise ReadOnly."""
+        _refuse(self.model)
+
+    def bulk_update(self, *_args: Any, **_options: Any) -> NoReturn:
+        """Raise ReadOnly."""
+        _refuse(self.model)
+
+
 class ViewManager(models.Manager[Any]):
     """Reads from the database that the settings name, unless told otherwise."""
+
+    _queryset_class = ViewRows
 
     def get_queryset(self) -> models.QuerySet[Any]:
         """Return the view's rows."""
@@ -83,16 +105,16 @@ class View(models.Model):
 
     def save(self, *_args: Any, **_options: Any) -> NoReturn:
         """Raise ReadOnly."""
-        _refuse(self)
+        _refuse(type(self))
 
     def delete(self, *_args: Any, **_options: Any) -> NoReturn:
         """Raise ReadOnly."""
-        _refuse(self)
+        _refuse(type(self))
 
 
-def _refuse(row: View) -> NoReturn:
+def _refuse(model: type[models.Model]) -> NoReturn:
     raise ReadOnly(
-        f"{row._meta.db_table} is a view of the queue's and can't be written",
+        f"{model._meta.db_table} is a view of the queue's and can't be written",
         hint="Change jobs by app.job(id).cancel() and its like.",
     )
 
