@@ -50,6 +50,7 @@ __all__ = [
     "UNENCODABLE",
     "VERSION",
     "Codec",
+    "is_deep",
     "is_storable",
     "model_codec",
     "raw",
@@ -81,6 +82,19 @@ def unwrap(stored: str) -> Any:
         raise DecodeError("the value is nested too deeply") from None
     except ValueError as error:
         raise DecodeError(f"the value can't be read: {error}") from error
+
+
+def is_deep(value: Any, levels: int) -> bool:
+    """Whether a JSON value has more than so many levels. This does not recur, as others do."""
+    items = [value]
+    for _ in range(levels):
+        inner = [item for item in items if isinstance(item, dict | list)]
+        if not inner:
+            return False
+        items = [
+            each for item in inner for each in (item.values() if isinstance(item, dict) else item)
+        ]
+    return True
 
 
 def raw(stored: str) -> str | bytes:

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from pgdefer._text import escaped
+from pgdefer.codec import is_deep
 from pgdefer.database.source import Source
 from pgdefer.database.sql import Statement
 from pgdefer.errors import (
@@ -113,6 +114,8 @@ DSN = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+# JSON with more levels is shown as text: what shows a value calls itself for each.
+LEVELS = 100
 # The longest time between queries, in seconds: a day.
 LONGEST = 86_400
 
@@ -148,10 +151,11 @@ class _Span(IntervalLoader):
 
 
 class _Json(JsonbLoader):
-    """Loads JSON in the same way: it may be too deep for Python, or have too long numbers."""
+    """Loads JSON in the same way: it may be too deep to be shown, or have too long numbers."""
 
     def load(self, data: Buffer) -> Any:
-        return _or_text(super().load, data)
+        value = _or_text(super().load, data)
+        return bytes(data).decode() if is_deep(value, LEVELS) else value
 
 
 def _or_text(load: Callable[[Buffer], Any], data: Buffer) -> Any:

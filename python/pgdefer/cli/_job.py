@@ -257,12 +257,13 @@ def show(
         out.print()
         _show.table(attempts, ATTEMPTS, least=("started_at", "worker_id"), folded=("error",))
     for attempt in attempts.values if full else attempts.values[-1:]:
-        if told := (attempt["details"] or {}).get("traceback"):
-            out.print()
-            out.print(
-                Text(f"attempt {attempt['attempt']}: ")
-                + Text("\n".join(map(escaped, told.splitlines())))
-            )
+        match attempt["details"]:  # any JSON: they are the client's
+            case {"traceback": str(told)}:
+                out.print()
+                out.print(
+                    Text(f"attempt {attempt['attempt']}: ")
+                    + Text("\n".join(map(escaped, told.splitlines())))
+                )
 
 
 @jobs.command("get")

@@ -56,7 +56,15 @@ def count(number: int, noun: str) -> str:
 
 def moment(value: dt.datetime) -> str:
     """Return a moment in the local time zone, to the second."""
-    return value.astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return _local(value, "%Y-%m-%d %H:%M:%S")
+
+
+def _local(value: dt.datetime, form: str) -> str:
+    """Return a moment in the local time zone; with its own if it is after the year 9999 there."""
+    try:
+        return value.astimezone().strftime(form)
+    except OverflowError:
+        return str(value)
 
 
 def span(value: dt.timedelta) -> str:
@@ -92,9 +100,8 @@ def cell(value: Any) -> str:
         case bool():
             return "yes" if value else "no"
         case dt.datetime():
-            here = value.astimezone()
             is_near = abs(dt.datetime.now(dt.UTC) - value) < dt.timedelta(days=300)
-            return here.strftime("%m-%d %H:%M:%S" if is_near else "%Y-%m-%d %H:%M")
+            return _local(value, "%m-%d %H:%M:%S" if is_near else "%Y-%m-%d %H:%M")
         case dt.timedelta():
             return span(value)
         case list():
@@ -117,8 +124,8 @@ def pretty(value: Any, *, full: bool = False) -> str:
 
 def _cut(value: Any) -> Any:
     match value:
-        case {"__pgdefer__": "bytes", "value": str(data)}:
-            return f"<{len(base64.b64decode(data))} bytes>"
+        case {"__pgdefer__": "bytes", "value": str(data)} if (size := _size_of(data)) is not None:
+            return f"<{size} bytes>"
         case dict() if len(value) > CUT:
             first = dict(list(value.items())[:CUT])
             return {**_cut(first), "…": f"<{len(value)} keys>"}
@@ -132,6 +139,14 @@ def _cut(value: Any) -> Any:
             return short(value)
         case _:
             return value
+
+
+def _size_of(data: str) -> int | None:
+    """Return how many bytes a text stands for, None if it is no base64."""
+    try:
+        return len(base64.b64decode(data))
+    except ValueError:
+        return None
 
 
 assert TAG == "__pgdefer__"  # as in the pattern above

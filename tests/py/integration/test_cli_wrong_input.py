@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from collections.abc import Callable
 import pytest
 
 from pgdefer.cli import Exit
+from pgdefer.database.source import PsycopgConnection
 
-from .test_cli_operations import Run, defer, run
+from .test_cli_operations import Claim, Run, claim, defer, run
 
-__all__ = ["run"]
+__all__ = ["claim", "run"]
 
 pytestmark = pytest.mark.client
 
@@ -147,3 +149,51 @@ def test_no_escape_sequence_reaches_the_terminal(run: Run) -> None:
         assert r"\x1b[31m" in said, words
         assert "\x1b" not in said, words
         assert len(said.splitlines()) == 1, words
+
+
+# What another client stored, or Python can't show
+
+
+@pytest.mark.parametrize("data", ["a", "é"])
+def test_bytes_that_are_no_base64(run: Run, data: str) -> None:
+    stored = {"x": {"__pgdefer__": "bytes", "value": data}}
+    id = defer(run, "t", json.dumps(stored))
+    for words in (("show", id), ("show", id, "--full"), ("next", "--peek"), ("next",)):
+        done = run("job", *words)
+        assert done.code == 0
+        assert f'"value": "{data}"' in done.out, "it is shown as it is stored"
+
+
+@pytest.mark.parametrize(
+    "details", ["[1]", '"text"', "5", "true", '{"traceback": 5}', '{"traceback": ["a"]}']
+)
+def test_details_of_any_kind(run: Run, claim: Claim, conn: PsycopgConnection, details: str) -> None:
+    id = defer(run, "t")
+    conn.execute("select queue.fail(%s, %s, 'no', %s::jsonb)", [id, claim()[id], details])
+    for words in (("show", id), ("show", id, "--full")):
+        done = run("job", *words)
+        assert (done.code, "failed" in done.out, "attempt 1:" in done.out) == (0, True, False)
+
+
+@pytest.mark.parametrize("levels", [90, 600, 900, 985])
+def test_args_with_many_levels(program: Program, conn: PsycopgConnection, levels: int) -> None:
+    """Python can read them, but its stack may end before they are shown."""
+    args = '{"a": ' * levels + "1" + "}" * levels
+    conn.execute("select queue.defer('t', %s::jsonb)", [args])
+    for words in (("show", "1"), ("next", "--peek"), ("next",), ("show", "1", "--full")):
+        done = program("job", *words)
+        assert (done.returncode, done.stderr) == (0, b"")
+        assert b'{"a":' in re.sub(rb"\s", b"", done.stdout)
+    assert re.sub(rb"\s", b"", done.stdout).count(b'{"a":') == levels, "all of them"
+
+
+def test_a_moment_that_the_local_time_zone_lacks(program: Program, conn: PsycopgConnection) -> None:
+    moment = "9999-12-31 23:30:00+00:00"
+    options = json.dumps({"expires_at": moment})
+    conn.execute("select queue.defer('t', deadline => %s, options => %s)", [moment, options])
+    conn.execute("select queue.pause('p', %s)", [moment])
+    shown = program("job", "show", "1", TZ="Asia/Tokyo")
+    assert (shown.returncode, shown.stderr) == (0, b"")
+    assert f"deadline: {moment}" in shown.stdout.decode()
+    listed = program("queue", "ls", TZ="Asia/Tokyo")
+    assert (listed.returncode, moment in listed.stdout.decode()) == (0, True)
