@@ -326,3 +326,30 @@ def test_no_page_reads_its_rows_one_by_one(app: DjangoApp, drain: Callable[..., 
         with CaptureQueriesContext(connection) as queries:
             assert admin.get(f"/admin/pgdefer/{place}").status_code == 200
         assert len(queries) < 12, [query["sql"] for query in queries]
+
+
+@pytest.mark.parametrize("permissions", [(), ("view_job", "view_schedule", "view_semaphore")])
+def test_what_is_no_text_of_the_database(app: DjangoApp, permissions: tuple[str, ...]) -> None:
+    admin = browser(*permissions)
+    for model in ("job", "queue", "task", "schedule", "lock", "semaphore", "worker"):
+        for page in ("change", "history", "delete"):
+            found = admin.get(f"/admin/pgdefer/{model}/%00/{page}/")
+            assert found.status_code in (302, 403, 404), (model, page)
+    assert admin.get("/admin/pgdefer/semaphore/?kind__exact=%00").status_code in (400, 403)
+    assert admin.get("/admin/pgdefer/semaphore/?kind=%00").status_code in (400, 403)
+
+
+def test_selected_rows_that_can_not_be(app: DjangoApp) -> None:
+    admin = browser("change_job", "change_queue", "change_schedule")
+    id = app.defer("t").id
+    for at, action, keys in (
+        (JOBS, "hold_jobs", ["x"]),
+        (JOBS, "hold_jobs", [id, "\0"]),
+        (JOBS, "hold_jobs", ["9" * 5000]),
+        ("/admin/pgdefer/queue/", "pause", ["default", "\0"]),
+        ("/admin/pgdefer/schedule/", "run_now", ["\0"]),
+    ):
+        assert do(admin, action, *keys, at=at).status_code == 400, (at, keys)
+    assert do(admin, "hold_jobs", id, "9" * 30).status_code == 200
+    assert Job.objects.get().state == "held"
+    assert not Queue.objects.filter(paused_until__isnull=False)

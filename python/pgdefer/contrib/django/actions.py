@@ -10,8 +10,8 @@ import psycopg
 from django.contrib import admin, messages
 from django.contrib.admin.views.main import ChangeList
 from django.contrib.auth import get_permission_codename
-from django.core.exceptions import PermissionDenied
-from django.db import Error, connections, transaction
+from django.core.exceptions import BadRequest, PermissionDenied
+from django.db import DataError, Error, connections, transaction
 from django.http import HttpRequest, HttpResponse
 
 from pgdefer.contrib.django import conf
@@ -64,6 +64,19 @@ def hiding(request: HttpRequest) -> Iterator[None]:
 
 class HidingAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """A page of one row, which hides sensitive args."""
+
+    def get_object(
+        self, request: HttpRequest, object_id: str, from_field: str | None = None
+    ) -> Any:
+        """Return a row; the database can't even be asked for one whose key contains NUL."""
+        return None if "\0" in object_id else super().get_object(request, object_id, from_field)
+
+    def response_action(self, *given: Any, **named: Any) -> Any:
+        """Act on rows, unless the form names one by what is no key."""
+        try:
+            return super().response_action(*given, **named)
+        except (ValueError, DataError) as error:  # an action shows its own errors
+            raise BadRequest(f"This selection can't be read: {error}") from error
 
     def changeform_view(
         self,

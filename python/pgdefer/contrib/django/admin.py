@@ -68,8 +68,8 @@ class ViewAdmin(HidingAdmin):
 
     def lookup_allowed(self, lookup: str, value: str, request: HttpRequest | None = None) -> bool:
         """Allow the list's own filters only: others could ask for what is hidden."""
-        del value, request
-        return lookup.removesuffix("__exact") in self.list_filter
+        del request
+        return lookup.removesuffix("__exact") in self.list_filter and "\0" not in value
 
     def get_changelist(self, request: HttpRequest, **_options: Any) -> type[ChangeList]:
         """Return the list that does not count."""
