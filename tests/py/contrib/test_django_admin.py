@@ -328,6 +328,19 @@ def test_no_page_reads_its_rows_one_by_one(app: DjangoApp, drain: Callable[..., 
         assert len(queries) < 12, [query["sql"] for query in queries]
 
 
+@pytest.mark.parametrize("levels", range(860, 960, 20))
+def test_args_with_many_levels_are_shown(app: DjangoApp, shop: str, levels: int) -> None:
+    args = '{"a": ' * levels + "1" + "}" * levels
+    with psycopg.connect(shop, autocommit=True) as owner:
+        owner.execute("select queue.defer('t', %s::jsonb)", [args])
+        owner.execute("select queue.schedule('s', '@daily', 't', %s::jsonb)", [args])
+    for admin in (browser("view_job", "view_schedule"), browser("change_job")):
+        assert admin.get(f"{JOBS}1/change/").status_code == 200
+    admin = browser(is_superuser=True)
+    assert admin.get("/admin/pgdefer/schedule/s/change/").status_code == 200
+    assert admin.get(JOBS).status_code == 200
+
+
 @pytest.mark.parametrize("permissions", [(), ("view_job", "view_schedule", "view_semaphore")])
 def test_what_is_no_text_of_the_database(app: DjangoApp, permissions: tuple[str, ...]) -> None:
     admin = browser(*permissions)

@@ -9,6 +9,7 @@ from django.core.checks import CheckMessage
 from django.db import models
 
 from pgdefer import options
+from pgdefer.codec import is_deep
 from pgdefer.contrib.django import conf
 from pgdefer.database.source import FIRST, LAST
 from pgdefer.errors import PgDeferError
@@ -25,6 +26,10 @@ __all__ = [
     "Task",
     "Worker",
 ]
+
+
+# JSON with more levels is given as text.
+LEVELS = 500
 
 
 class ReadOnly(PgDeferError):  # noqa: N818 (as the others)
@@ -58,9 +63,11 @@ class Json(models.JSONField):
     def from_db_value(self, value: Any, expression: Any, connection: Any) -> Any:
         """Return the value, or its text."""
         try:
-            return super().from_db_value(value, expression, connection)
+            found = super().from_db_value(value, expression, connection)
         except (RecursionError, ValueError):
             return value
+        # deeper in the stack, in a template, Python could not write what it has read
+        return value if is_deep(found, LEVELS) else found
 
 
 class ViewRows(models.QuerySet[Any]):
