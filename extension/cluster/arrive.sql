@@ -2,43 +2,6 @@
 -- end.
 begin;
 
--- A job as queue.defer_many takes it, with its id, the ids of unfinished jobs that it needs, and the signals
--- that no wait has taken. Its lock and keys have been filled: their braces are doubled. One that has had its
--- slots was not discarded, and on_limit goes no further.
-create or replace function queue._shard_call(p_id bigint, p_held boolean)
-returns jsonb language plpgsql stable security invoker
-set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
-set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-begin
-  return (
-  select jsonb_build_object('id', j.id, 'task', j.task, 'args', j.args, 'queue', j.queue,
-    'priority', j.priority, 'lock', coalesce(queue._literal(j.lock), ''),
-    'queueing_lock', coalesce(queue._literal(j.queueing_lock), ''),
-    'scheduled_at', j.scheduled_at, 'deadline', j.deadline, 'concurrency_key', '', 'needs', (
-      -- any: nothing, once one of them is satisfied
-      select jsonb_agg(n.need_id order by n.need_id)
-      from queue.need n left join queue.finished f on f.id = n.need_id
-      where n.job_id = j.id and f.id is null and not (j.options ->> 'needs_mode' = 'any' and exists (
-        select from queue.need o join queue.finished s on s.id = o.need_id and s.state = 'succeeded'
-        where o.job_id = j.id))),
-    'signals', (
-      select jsonb_agg(to_jsonb(r) - '{job_id,no}'::text[] order by r.no) from queue.received_signal r
-      where r.job_id = j.id),
-    'options', coalesce(j.options, '{}') - ('{terms,parent,group,awaited}'::text[] || case
-        when j.is_kept or j.claims > 0 or exists (select from queue.active_job aj where aj.id = j.id)
-        then 'on_limit' end)
-      || jsonb_build_object('held', p_held, 'share', coalesce(queue._literal(j.options ->> 'share'), ''),
-        'idempotency_key', coalesce(queue._literal(j.options ->> 'idempotency_key'), ''))
-      || case when j.queueing_lock is null then '{}'::jsonb else '{"on_conflict": "ignore"}' end
-      || case when j.keys is null then '{}' else jsonb_build_object('concurrency', (
-        select jsonb_agg(jsonb_strip_nulls(jsonb_build_object('key', queue._literal(k.key),
-          'limit', case when k.key_limit > 999999999 then 999999999 else k.key_limit end))
-          || coalesce(nullif(j.options -> 'terms' -> (k.n - 1)::integer, 'null'), '{}') order by k.n)
-        from unnest(j.keys, j.limits) with ordinality k (key, key_limit, n))) end)
-  from queue.job_now j
-  where j.id = p_id);
-end $$;
-
 -- The number of the format in which jobs are carried. It rises with each change: a target takes only its
 -- own.
 create or replace function queue.shard_format()
@@ -133,14 +96,23 @@ begin
     perform queue._shard_invalid('this is no part of a slot', 'Pass what queue.shard_part_jobs returns.');
   end if;
   perform queue._shard_check((p_carried ->> 'slot')::integer, (p_carried ->> 'part')::integer);
-  if not exists (select from queue.shard_move r join queue.shard s on s.is_self and s.name = r.to_shard
-    where r.slot = (p_carried ->> 'slot')::integer and r.version = (p_carried ->> 'version')::bigint)
-    and not exists (select from queue.shard_slot m join queue.shard s on s.is_self and s.name = m.shard
-      where m.slot = (p_carried ->> 'slot')::integer
-        and m.version >= (p_carried ->> 'version')::bigint) then
+end $$;
+
+-- Whether the carried part belongs to a move that is under way to here; false: to one that has ended here. A
+-- mover that comes late may bring a part of it, which has arrived and may have left again.
+-- Locks: the row of the move, for key share, until the transaction ends, so that it does not end meanwhile.
+-- Raises: 22023 if it never came here, or the slot has moved on.
+create or replace function queue._shard_comes(p_slot integer, p_version bigint)
+returns boolean language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
+begin
+  perform from queue.shard_move r join queue.shard s on s.is_self and s.name = r.to_shard
+  where r.slot = p_slot and r.version = p_version for key share of r;
+  if not found and not exists (select from queue.shard_slot m join queue.shard s on s.is_self
+    and s.name = m.shard where m.slot = p_slot and m.version >= p_version) then
     perform queue._shard_invalid('this slot does not come here', 'Call queue.shard_receive first.',
-      format('slot: %s, version: %s', p_carried ->> 'slot', p_carried ->> 'version'));
+      format('slot: %s, version: %s', p_slot, p_version));
   end if;
+  return found;
 end $$;
 
 -- Defers jobs that the source has accepted, also if they are larger than this queue allows.
@@ -180,7 +152,8 @@ end $$;
 -- follow, none of which can start in the source. Their signals come with them. Jobs with needs begin a call
 -- of queue.defer_many, as the new ids of what they need are known by then. Returns how many it deferred, and
 -- the receipt for queue.shard_part_gone.
--- Locks: that row; then as _shard_defer. No wake-up is lost: that notifies. Raises: 22023; as that.
+-- Locks: as _shard_comes; that row; then as _shard_defer. No wake-up is lost: that notifies.
+-- Raises: 22023; as that.
 create or replace function queue.shard_part_arrive(carried jsonb, out deferred integer, out receipt uuid)
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
@@ -199,15 +172,16 @@ begin
   deferred := 0;
   receipt := (carried ->> 'receipt')::uuid;
   v_part := (carried ->> 'part')::integer;
-  insert into queue.shard_part (slot, part, state)
-  select v_slot, v_part, 'arriving' from queue.shard_move r where r.slot = v_slot
-  on conflict do nothing;
+  if not queue._shard_comes(v_slot, (carried ->> 'version')::bigint) then
+    return;
+  end if;
+  insert into queue.shard_part (slot, part, state) values (v_slot, v_part, 'arriving') on conflict do nothing;
   update queue.shard_part p set piece = p.piece + 1,
     state = case when (carried ->> 'is_last')::boolean then 'arrived' else 'arriving' end
   where p.slot = v_slot and p.part = v_part and p.piece < (carried ->> 'piece')::integer
   returning p.piece into v_piece;
   if v_piece is null then
-    return;  -- it has arrived, or the whole slot has
+    return;  -- it has arrived
   elsif v_piece < (carried ->> 'piece')::integer then
     perform queue._shard_invalid('a piece before this one has not arrived',
       'Carry the pieces in their order.',
@@ -332,8 +306,8 @@ begin
   perform queue._shard_audit('shard_moved', jsonb_build_object('slot', slot, 'version', version));
 end $$;
 
-revoke all on function queue._shard_call, queue.shard_format, queue.shard_part_jobs,
-  queue._shard_check_format, queue.shard_may_receive, queue.shard_receive, queue._shard_check_carried,
+revoke all on function queue.shard_format, queue.shard_part_jobs, queue._shard_check_format,
+  queue.shard_may_receive, queue.shard_receive, queue._shard_check_carried, queue._shard_comes,
   queue._shard_defer, queue._shard_signal, queue.shard_part_arrive, queue.shard_part_gone,
   queue.shard_parts, queue.shard_moved from public;
 commit;

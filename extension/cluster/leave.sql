@@ -2,6 +2,43 @@
 -- Tests: tests/sql/cluster/leave.sql, tests/sql/cluster/move.pieces.sql, tests/py/cluster.
 begin;
 
+-- A job as queue.defer_many takes it, with its id, the ids of unfinished jobs that it needs, and the signals
+-- that no wait has taken. Its lock and keys have been filled: their braces are doubled. One that has had its
+-- slots was not discarded, and on_limit goes no further.
+create or replace function queue._shard_call(p_id bigint, p_held boolean)
+returns jsonb language plpgsql stable security invoker
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
+set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+begin
+  return (
+  select jsonb_build_object('id', j.id, 'task', j.task, 'args', j.args, 'queue', j.queue,
+    'priority', j.priority, 'lock', coalesce(queue._literal(j.lock), ''),
+    'queueing_lock', coalesce(queue._literal(j.queueing_lock), ''),
+    'scheduled_at', j.scheduled_at, 'deadline', j.deadline, 'concurrency_key', '', 'needs', (
+      -- any: nothing, once one of them is satisfied
+      select jsonb_agg(n.need_id order by n.need_id)
+      from queue.need n left join queue.finished f on f.id = n.need_id
+      where n.job_id = j.id and f.id is null and not (j.options ->> 'needs_mode' = 'any' and exists (
+        select from queue.need o join queue.finished s on s.id = o.need_id and s.state = 'succeeded'
+        where o.job_id = j.id))),
+    'signals', (
+      select jsonb_agg(to_jsonb(r) - '{job_id,no}'::text[] order by r.no) from queue.received_signal r
+      where r.job_id = j.id),
+    'options', coalesce(j.options, '{}') - ('{terms,parent,group,awaited}'::text[] || case
+        when j.is_kept or j.claims > 0 or exists (select from queue.active_job aj where aj.id = j.id)
+        then 'on_limit' end)
+      || jsonb_build_object('held', p_held, 'share', coalesce(queue._literal(j.options ->> 'share'), ''),
+        'idempotency_key', coalesce(queue._literal(j.options ->> 'idempotency_key'), ''))
+      || case when j.queueing_lock is null then '{}'::jsonb else '{"on_conflict": "ignore"}' end
+      || case when j.keys is null then '{}' else jsonb_build_object('concurrency', (
+        select jsonb_agg(jsonb_strip_nulls(jsonb_build_object('key', queue._literal(k.key),
+          'limit', case when k.key_limit > 999999999 then 999999999 else k.key_limit end))
+          || coalesce(nullif(j.options -> 'terms' -> (k.n - 1)::integer, 'null'), '{}') order by k.n)
+        from unnest(j.keys, j.limits) with ordinality k (key, key_limit, n))) end)
+  from queue.job_now j
+  where j.id = p_id);
+end $$;
+
 -- Takes the oldest jobs of a part out of the queue, into queue.shard_sent: all, if they are no more than a
 -- piece. Jobs of later pieces that need one of them are held, so they do not see that it is gone.
 -- Locks: the caller has those of _lock_rows for these jobs; queue.received_signal, not waited for, until the
@@ -109,8 +146,8 @@ begin
     returning p.part;
 end $$;
 
--- Removes all that is noted of a slot's move. Locks: its rows, for update, waited for: those who defer for
--- its parts have ended.
+-- Removes all that is noted of a slot's move. Locks: its rows, that of the move first, for update, waited for:
+-- those who bring its parts, or defer for them, have ended.
 create or replace function queue._shard_forget(p_slot integer)
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 begin
@@ -123,16 +160,17 @@ end $$;
 -- Ends a move that another copy of the map knows to be over. Its last step is missing here, the source has
 -- given it up, or this shard was restored to a time before the end. What has left this shard is in the target
 -- by then; what the move still holds is given back, and ends here.
--- Locks: rows of the parts, for update, waited for: those who defer for them have ended; then as
--- shard_unhold. No wake-up is lost: as that. Raises: QJ008.
+-- Locks: the rows of the move and its parts, for update, waited for: who brings a part, or defers for one, has
+-- ended; then as shard_unhold. No wake-up is lost: as that. Raises: QJ008.
 create or replace function queue._shard_end(p_slot integer)
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
   v_version bigint;
   v_is_listed boolean;
 begin
+  select r.version, r.is_listed into v_version, v_is_listed from queue.shard_move r
+  where r.slot = p_slot for update;
   perform from queue.shard_part p where p.slot = p_slot order by p.part for update;
-  select r.version, r.is_listed into v_version, v_is_listed from queue.shard_move r where r.slot = p_slot;
   if v_is_listed then
     update queue.shard_part p set state = 'here' where p.slot = p_slot;  -- also what has left in part
     perform queue.shard_unhold(p_slot);
@@ -143,13 +181,14 @@ end $$;
 
 -- Source. Gives up a move of which no part has left: the slot stays, with the move's version, by which the
 -- target learns that nothing comes.
--- Locks: the parts' rows, for update, waited for (lock_timeout): none leaves, and those who defer for them
--- have ended; then as shard_unhold. A wake-up is not lost: as that. Raises: 22023 (a part has left), 55P03,
+-- Locks: the rows of the move and its parts, for update, waited for (lock_timeout): none leaves, and those who
+-- defer for them have ended; then as shard_unhold. A wake-up is not lost: as that. Raises: 22023 (a part has left), 55P03,
 -- QJ008.
 create or replace function queue.shard_stay(slot integer)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
   perform queue._check_isolation(), queue._shard_leaving(slot, p_is_listed => false);
+  perform from queue.shard_move r where r.slot = shard_stay.slot for update;
   perform from queue.shard_part p where p.slot = shard_stay.slot order by p.part for update;
   if exists (select from queue.shard_part p where p.slot = shard_stay.slot and p.state <> 'here') then
     perform queue._shard_invalid('parts of this slot have left', 'Move the slot to its end, and then back.',
@@ -162,6 +201,6 @@ begin
   perform queue._shard_forget(slot), queue._shard_audit('shard_stay', jsonb_build_object('slot', slot));
 end $$;
 
-revoke all on function queue._shard_cut, queue.shard_part_leave, queue.shard_leave_empty,
+revoke all on function queue._shard_call, queue._shard_cut, queue.shard_part_leave, queue.shard_leave_empty,
   queue._shard_forget, queue._shard_end, queue.shard_stay from public;
 commit;
