@@ -44,7 +44,7 @@ end $$;
 -- Locks: the caller has those of _lock_rows for these jobs; queue.received_signal, not waited for, until the
 -- transaction ends: every signal so far has committed, and a later one does not find the job (QJ001). Nothing
 -- is lost: the jobs are deleted and noted, with their signals, in one transaction. Raises: 55000 (another job
--- needs one; or one runs, which an operator has held and let go meanwhile), 55P03 (a transaction that has
+-- needs one; or one runs, which an operator has held and let go meanwhile; or signals are too large), 55P03 (a transaction that has
 -- sent a signal stays open).
 create or replace function queue._shard_cut(p_slot integer, p_part integer)
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
@@ -69,6 +69,10 @@ begin
   v_kept := coalesce(v_kept, (
     select format('job %s: it runs', min(aj.id)) from queue.active_job aj
     where aj.id = any (v_ids) and aj.claim is not null having count(*) > 0));
+  v_kept := coalesce(v_kept, (
+    select format('job %s: it and others have too large signals', min(r.job_id))
+    from queue.received_signal r where r.job_id = any (v_ids)
+    having sum(octet_length(r.payload::text)) > queue._shard_piece_size()));
   if v_kept is null then
     v_done := queue._delete(v_ids, true);
     select format('job %s: another transaction has it', min(u.id)) into v_kept from unnest(v_ids) u (id)

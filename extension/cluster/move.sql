@@ -172,19 +172,30 @@ begin
       and (p_ids is null or s.id = any (p_ids))) u;
 end $$;
 
--- How many jobs of a part move at once. A larger part leaves in several pieces.
+-- How many jobs of a part move at once, and how many bytes of args and options they may have as text. A
+-- larger part leaves in several pieces. As jsonb, which must not exceed 256 MB, it may be four times as much.
 create or replace function queue._shard_piece()
 returns integer language sql immutable set search_path = pg_catalog, pg_temp as $$ select 100 $$;
+create or replace function queue._shard_piece_size()
+returns integer language sql immutable set search_path = pg_catalog, pg_temp as $$ select 16777216 $$;
 
--- The oldest unfinished jobs of a part, at most as many as a piece has.
+-- The oldest unfinished jobs of a part, at most as many as a piece has, and at least one.
 create or replace function queue._shard_oldest(p_slot integer, p_part integer)
 returns bigint[] language sql stable set search_path = pg_catalog, pg_temp as $$
   select array(
-    select s.id from queue.shard_job s
-    where s.slot = p_slot and s.part = p_part
-      and (select f.id from queue.finished f where f.id = s.id) is null
-      and (select j.id from queue.job j where j.id = s.id) is not null
-    order by s.slot, s.part, s.id limit queue._shard_piece())
+    select o.id from (
+      select x.id, row_number() over in_order as n, sum((
+        select coalesce(j.size, 2000) + coalesce(octet_length(j.options::text), 0)
+        from queue.job_now j where j.id = x.id)) over in_order as bytes
+      from (
+        select s.id from queue.shard_job s
+        where s.slot = p_slot and s.part = p_part
+          and (select f.id from queue.finished f where f.id = s.id) is null
+          and (select j.id from queue.job j where j.id = s.id) is not null
+        order by s.slot, s.part, s.id limit queue._shard_piece()) x
+      window in_order as (order by x.id)) o
+    where o.n = 1 or o.bytes <= queue._shard_piece_size()
+    order by o.id)
 $$;
 
 -- Holds jobs of a part, each by itself, so that none can start whatever becomes of the others; not those that
@@ -321,7 +332,7 @@ begin
 end $$;
 
 revoke all on function queue._shard_check, queue._shard_leaving, queue.shard_leave, queue.shard_mover,
-  queue.shard_list, queue.shard_catch_up, queue.shard_close, queue._shard_jobs, queue._shard_piece,
-  queue._shard_oldest, queue._shard_park, queue.shard_hold_ahead, queue.shard_hold, queue.shard_unhold
-  from public;
+  queue.shard_list, queue.shard_catch_up, queue.shard_close, queue._shard_jobs,
+  queue._shard_piece, queue._shard_piece_size, queue._shard_oldest, queue._shard_park,
+  queue.shard_hold_ahead, queue.shard_hold, queue.shard_unhold from public;
 commit;

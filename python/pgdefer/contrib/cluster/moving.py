@@ -132,6 +132,8 @@ class _Mover:
             return False, "an open transaction", True
         except psycopg.errors.ObjectNotInPrerequisiteState as refused:
             return False, refused.diag.message_detail or "", False
+        except psycopg.errors.ProgramLimitExceeded as refused:  # by a job of almost 256 MB
+            return False, refused.diag.message_primary or "", False
 
     def arrive(self, part: int, pause: _Pause | None = None) -> None:
         """Bring a part that has left to the target, piece by piece."""
