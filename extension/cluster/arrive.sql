@@ -115,22 +115,46 @@ begin
   return found;
 end $$;
 
+-- The job, without what its task's defaults here would add: it has had those of the source. What it lacks gets
+-- the value that means none, if its task has a default for it and there is such a value.
+create or replace function queue._shard_as_it_was(p_job jsonb)
+returns jsonb language plpgsql stable security invoker set search_path = pg_catalog, pg_temp as $$
+declare
+  v_task record;
+  v_none jsonb;
+begin
+  select t.deadline, t.options into v_task from queue.task t where t.name = p_job ->> 'task';
+  v_none := (
+    select jsonb_object_agg(n.key, n.value)
+    from jsonb_each('{"delay": 0, "unique_until": "start", "lock_mode": "ordered", "needs_mode": "all",
+      "on_need_failure": "block", "on_limit": "block", "group": ""}') n
+    where v_task.options ? n.key and (n.key <> 'delay' or p_job ->> 'scheduled_at' is null));
+  if v_task.deadline is not null and p_job ->> 'deadline' is null then
+    p_job := p_job || '{"deadline": "infinity"}';
+  end if;
+  return case when v_none is null then p_job else p_job || jsonb_build_object('options',
+    v_none || coalesce(nullif(p_job -> 'options', 'null'), '{}')) end;
+end $$;
+
 -- Defers jobs that the source has accepted, also if they are larger than this queue allows.
 -- Locks: if one may be, the row of queue.installation, as queue.configure; then as queue.defer_many. The row
 -- must stay that of its era (base/era.sql). Raises: as queue.defer_many.
 create or replace function queue._shard_defer(p_calls jsonb)
 returns bigint[] language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
+  v_calls jsonb := (
+    select jsonb_agg(queue._shard_as_it_was(c.job) order by c.n)
+    from jsonb_array_elements(p_calls) with ordinality c (job, n));
   v_own record;
   v_ids bigint[];
 begin
-  if not exists (select from jsonb_array_elements(p_calls) c, queue.installation i
+  if not exists (select from jsonb_array_elements(v_calls) c, queue.installation i
     where octet_length(c::text) > i.max_size) then
-    return array(select d from queue.defer_many(p_calls) d);
+    return array(select d from queue.defer_many(v_calls) d);
   end if;
   select i.max_size, i.written = i.xmin as is_of_era into v_own from queue.installation i for no key update;
   update queue.installation i set max_size = 268435456;
-  v_ids := array(select d from queue.defer_many(p_calls) d);
+  v_ids := array(select d from queue.defer_many(v_calls) d);
   update queue.installation i set max_size = v_own.max_size;
   update queue.installation i set written = i.xmin where v_own.is_of_era;
   return v_ids;
@@ -308,6 +332,6 @@ end $$;
 
 revoke all on function queue.shard_format, queue.shard_part_jobs, queue._shard_check_format,
   queue.shard_may_receive, queue.shard_receive, queue._shard_check_carried, queue._shard_comes,
-  queue._shard_defer, queue._shard_signal, queue.shard_part_arrive, queue.shard_part_gone,
-  queue.shard_parts, queue.shard_moved from public;
+  queue._shard_as_it_was, queue._shard_defer, queue._shard_signal, queue.shard_part_arrive,
+  queue.shard_part_gone, queue.shard_parts, queue.shard_moved from public;
 commit;

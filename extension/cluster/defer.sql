@@ -90,6 +90,19 @@ begin
   end if;
 end $$;
 
+-- Raises: 22023 if a job has a group, of its own or by default.
+create or replace function queue._shard_check_groups(p_jobs jsonb)
+returns void language plpgsql stable security definer set search_path = pg_catalog, pg_temp as $$
+begin
+  if exists (
+    select from jsonb_array_elements(p_jobs) j left join queue.task t on t.name = j ->> 'task'
+    where coalesce(nullif(j #> '{options,group}', 'null'), t.options -> 'group') <> '""') then
+    raise exception using errcode = '22023', message = 'a group has no shard key',
+      hint = 'Use one database for the jobs of a group: queue.defer in the shard of your choice. If it is the'
+        ' default of the task, pass the option group as empty text.';
+  end if;
+end $$;
+
 -- Notes jobs of a slot that moves. The caller has entered with these keys. Any role may call this, so it
 -- notes only jobs of this transaction: those that are older have been noted by theirs, or listed.
 -- Locks: none.
@@ -120,10 +133,7 @@ begin
   end if;
   v_keys := array(select queue.shard_key(j.job)
     from jsonb_array_elements(jobs) with ordinality j (job, n) order by j.n);
-  if exists (select from jsonb_array_elements(jobs) j where j #> '{options,group}' <> 'null') then
-    raise exception using errcode = '22023', message = 'a group has no shard key',
-      hint = 'Use one database for the jobs of a group: queue.defer in the shard of your choice.';
-  end if;
+  perform queue._shard_check_groups(jobs);
   perform queue._shard_check_needs(v_keys[j.n], j.job -> 'needs')
   from jsonb_array_elements(jobs) with ordinality j (job, n) where jsonb_typeof(j.job -> 'needs') = 'array';
   if queue._shard_enter(array(select distinct k from unnest(v_keys) k order by k)) then
@@ -161,8 +171,8 @@ comment on function queue.shard_defer(text, text, jsonb, jsonb) is
 
 -- Roles get these functions by queue.grant_access (base/permissions.sql, _function_grants), which an upgrade
 -- repeats: those that have access get them now. PUBLIC has none. Locks: as migrate.
-revoke all on function queue._shard_enter, queue._shard_refuse, queue._shard_check_needs, queue._shard_note,
-  queue.shard_defer_many, queue._shard_tagged, queue.shard_defer, queue.shard_of, queue._shard_part_of,
+revoke all on function queue._shard_enter, queue._shard_refuse, queue._shard_check_needs, queue._shard_check_groups,
+  queue._shard_note, queue.shard_defer_many, queue._shard_tagged, queue.shard_defer, queue.shard_of, queue._shard_part_of,
   queue.shard_key, queue.shard_map, queue.shard_find, queue.shard_under_way,
   queue._shard_invalid from public;
 lock table queue.access in share row exclusive mode;
