@@ -4,13 +4,16 @@
 -- Tests: tests/sql/cluster, tests/py/cluster.
 begin;
 
--- The databases. is_self: this one; none of them is, in a database that only routes.
+-- The databases. is_self: this one; none of them is, in a database that only routes. version: of the DSN; who
+-- changes it raises it, and the highest is right.
 create table if not exists queue.shard (
   name text collate "C" not null,
   dsn text not null,
   is_self boolean not null default false,
+  version bigint not null default 1,
   constraint shard_pkey primary key (name)
 );
+alter table queue.shard add column if not exists version bigint not null default 1;  -- older ones have none
 
 -- This database's copy of the map. The shard that gives a slot away raises the version: the highest is right.
 -- is_plain: it is this shard's, and on no move. closed_until: a move waits for the row, so nobody else may
@@ -116,18 +119,20 @@ comment on function queue.shard_key(jsonb) is
   'Returns the shard key of a job, an object as for queue.defer_many: its shard_key, else its lock, else its'
     ' share, else its header tenant.';
 
--- The map as this database knows it: {"self": name, "shards": {name: dsn}, "slots": [[name, version], ...]}.
+-- The map as this database knows it: {"self": name, "shards": {name: dsn}, "versions": {name: version},
+-- "slots": [[name, version], ...]}.
 create or replace function queue.shard_map()
 returns jsonb language sql stable security definer set search_path = pg_catalog, pg_temp as $$
   select jsonb_build_object(
     'self', (select s.name from queue.shard s where s.is_self),
     'shards', (select coalesce(jsonb_object_agg(s.name, s.dsn), '{}') from queue.shard s),
+    'versions', (select coalesce(jsonb_object_agg(s.name, s.version), '{}') from queue.shard s),
     'slots', (select coalesce(jsonb_agg(jsonb_build_array(m.shard, m.version) order by m.slot), '[]')
               from queue.shard_slot m))
 $$;
 comment on function queue.shard_map() is
-  'Returns the map as this database knows it: its own name (self), the DSN of each shard, and for each slot'
-    ' the shard and the version.';
+  'Returns the map as this database knows it: its own name (self), the DSN of each shard with its version,'
+    ' and for each slot the shard and the version.';
 
 -- The shard that has a key, as far as this database knows; NULL while the key is on its way.
 create or replace function queue.shard_find(key text)
@@ -196,7 +201,7 @@ begin
   v_names := array(select k from jsonb_object_keys(shards) k order by k collate "C");
   v_slots := (select jsonb_agg(jsonb_build_array(v_names[n * cardinality(v_names) / 1024 + 1], 1) order by n)
     from generate_series(0, 1023) n);
-  if queue.shard_map() = jsonb_build_object('self', self, 'shards', shards, 'slots', v_slots) then
+  if queue.shard_map() - 'versions' = jsonb_build_object('self', self, 'shards', shards, 'slots', v_slots) then
     return;
   elsif exists (select from queue.shard_slot) then
     perform queue._shard_invalid('this database has a map',
@@ -230,6 +235,10 @@ begin
         or s ->> 1 ~ '^[0-9]{1,18}$' is not true) then
     perform queue._shard_invalid('the map has no 1,024 slots of its shards',
       'Pass what queue.shard_map() returns in another shard.');
+  elsif coalesce(jsonb_typeof(map -> 'versions') <> 'object', false) or exists (
+    select from jsonb_each_text(map -> 'versions') d where d.value ~ '^[0-9]{1,18}$' is not true) then
+    perform queue._shard_invalid('versions must be an object of names and versions of DSNs',
+      'Pass what queue.shard_map() returns in another shard.');
   elsif self is not null and exists (select from queue.shard_slot)
     and self is distinct from (select s.name from queue.shard s where s.is_self) then
     perform queue._shard_invalid('this database has a map, with another name for itself',
@@ -243,9 +252,12 @@ begin
   loop
     perform queue._shard_end(v_slot);  -- only a shard has moves, and this function
   end loop;
-  insert into queue.shard (name, dsn, is_self)
-  select s.key, s.value, coalesce(s.key = shard_learn.self, false) from jsonb_each_text(map -> 'shards') s
-  on conflict on constraint shard_pkey do update set dsn = excluded.dsn;
+  insert into queue.shard (name, dsn, is_self, version)
+  select s.key, s.value, coalesce(s.key = shard_learn.self, false),
+    coalesce((map -> 'versions' ->> s.key)::bigint, 1)
+  from jsonb_each_text(map -> 'shards') s
+  on conflict on constraint shard_pkey do update set dsn = excluded.dsn, version = excluded.version
+  where queue.shard.version < excluded.version;
   insert into queue.shard_slot (slot, shard, version, is_plain)
   select (s.n - 1)::integer, s.entry ->> 0, (s.entry ->> 1)::bigint,
     coalesce(s.entry ->> 0 = (select h.name from queue.shard h where h.is_self), false)
@@ -262,7 +274,7 @@ begin
 end $$;
 comment on function queue.shard_learn(jsonb, text) is
   'Takes over each slot of a map (queue.shard_map) whose version is higher than in the own copy, and the'
-    ' DSNs. In a new shard, self is its name; it is refused where another one is known. Returns the number'
+    ' DSNs in the same way. In a new shard, self is its name; it is refused where another one is known. Returns the number'
     ' of slots that changed.';
 
 -- In a database that only routes, roles that may use the schema may ask; in a shard, those of defer.sql.

@@ -15,6 +15,7 @@ from pgdefer import App, InvalidParameter
 from pgdefer.contrib.cluster import Cluster, install, shard_of, sql
 from pgdefer.contrib.cluster.shards import part_of
 from pgdefer.database import install as installing
+from pgdefer.database.server import EmbeddedServer
 
 from .conftest import NAMES, keys, rows
 
@@ -284,3 +285,31 @@ def test_a_second_map_is_refused_and_a_copy_learns(cluster: Cluster, dsns: dict[
     assert cluster.check() == []  # a still serves it, and c has a newer word
     assert rows(dsns["a"], learn, given) == [(1,)]
     assert cluster.check() == ["slot 0: no shard"]
+
+
+def test_a_shard_that_was_away_brings_no_old_dsn_back(
+    cluster: Cluster, app: App, dsns: dict[str, str], server: EmbeddedServer
+) -> None:
+    """While c is down, a gets another DSN; later c learns it, whichever copy is told first."""
+    read = "select dsn from queue.shard where name = 'a'"
+    moved = make_conninfo(dsns["a"], application_name="elsewhere")
+    with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+        connection.execute("alter database shard_c allow_connections false")
+        connection.execute(
+            "select pg_terminate_backend(pid, 5000) from pg_stat_activity where datname = 'shard_c'"
+        )
+        assert cluster.add("a", moved) == ["c"]
+        connection.execute("alter database shard_c allow_connections true")
+    assert rows(dsns["c"], read) == [(dsns["a"],)]
+    late = Cluster(app, dsns["c"])
+    assert late.move(500, "a").is_done  # a slot of b
+    late.close()
+    assert [rows(dsns[name], read) for name in NAMES] == [[(moved,)]] * 3
+    # a copy of an old release says no version
+    given = [Jsonb({"shards": dsns, "slots": cluster.map.slots})]
+    rows(dsns["b"], "select queue.shard_learn(%s)", given)
+    assert rows(dsns["b"], read) == [(moved,)]
+    for wrong in (5, {"a": "x"}, {"a": None}):
+        given = [Jsonb({"shards": dsns, "slots": cluster.map.slots, "versions": wrong})]
+        with pytest.raises(psycopg.errors.InvalidParameterValue, match="versions must be"):
+            rows(dsns["b"], "select queue.shard_learn(%s)", given)

@@ -1,7 +1,7 @@
 -- Shards: who accepts which key, and the steps of a move, each alone (extension/cluster/). This database is
 -- shard a, with slots 0 to 511; b exists by name only.
 
-select plan(86);
+select plan(88);
 
 create temp table k as
   select 'key ' || n as key, queue.shard_of('key ' || n) as slot, queue._shard_part_of('key ' || n) as part from generate_series(1, 20000) n;
@@ -27,6 +27,11 @@ select is(array(select test.refusal(format('select queue.shard_learn(%L)', m))
 select is(queue.shard_learn(jsonb_set(queue.shard_map(), '{slots,1000}', '["a", 1]')), 0, 'the same version teaches nothing');
 select is(queue.shard_learn(jsonb_set(queue.shard_map(), '{slots,1000}', '["a", 2]')), 1, 'a higher one does');
 select is(queue.shard_learn(jsonb_set(queue.shard_map(), '{slots,1000}', '["b", 1]')), 0, 'a lower one does not');
+select queue.shard_learn(queue.shard_map() || '{"shards": {"a": "dbname=a", "b": "dbname=new"}, "versions": {"b": 2}}');
+select is((select dsn from queue.shard where name = 'b'), 'dbname=new', 'a DSN with a higher one does too');
+select queue.shard_learn(queue.shard_map() || '{"shards": {"a": "dbname=a", "b": "dbname=old"}}');
+select queue.shard_learn(queue.shard_map() - 'versions' || '{"shards": {"a": "dbname=a", "b": "dbname=old"}}');
+select is((select dsn from queue.shard where name = 'b'), 'dbname=new', 'the same, or none, does not');
 select is(queue.shard_learn(queue.shard_map(), 'a'), 0, 'its own name may be said again');
 select throws_ok($$select queue.shard_learn(queue.shard_map(), 'b')$$, '22023', 'this database has a map, with another name for itself', 'not another one');
 select results_eq($$select call, args from queue.audit order by at, call$$,

@@ -50,24 +50,28 @@ class Cluster(Deferring, AsyncDeferring):
             self.refresh()
         return self.app_of(self.map.slots[shard_of(key)][0])
 
-    def add(self, name: str, dsn: str) -> None:
+    def add(self, name: str, dsn: str) -> list[str]:
         """Add an empty shard, for slots to be moved to; or change the DSN of one.
 
+        Return the shards that can't be reached: they learn it later, from the others.
         Raises InvalidParameter if the cluster has a shard of this name, and the database is not it:
         each of the two would take its keys.
         """
-        self.refresh()
+        self._learn()
         if name in self.map.shards and self_of(dsn) != name:
             raise InvalidParameter(
                 f"there is a shard {name!r}, and this database is not it",
                 hint="Choose another name. A shard that has moved to another server keeps its map.",
             )
-        known = ShardMap({**self.map.shards, name: dsn}, self.map.slots)
+        version = self.map.versions.get(name, 0) + 1
+        known = ShardMap(
+            {**self.map.shards, name: dsn}, self.map.slots, {**self.map.versions, name: version}
+        )
         install(dsn, self=name, known=known)
         if name in self._apps:
             self._apps.pop(name).close()
         self.map = known
-        self.tell()
+        return self.tell()
 
     def move(self, slot: int, to: str, *, patience: float = 0.5, started: bool = False) -> Move:
         """Move a slot, with its jobs; again, after a failure, goes on where that stopped.

@@ -28,7 +28,8 @@ def create(
 @cli.command()
 def add(name: str, address: Annotated[str, typer.Argument(metavar="DSN")], dsn: Dsn) -> None:
     """Add a shard without slots, or change the DSN of one."""
-    Cluster(App(), dsn).add(name, address)
+    for unreached in Cluster(App(), dsn).add(name, address):
+        typer.echo(f"shard {unreached} can't be reached: it learns this later, from the others")
 
 
 @cli.command()

@@ -33,14 +33,18 @@ def part_of(key: str) -> int:
 
 @dataclasses.dataclass
 class ShardMap:
-    """The DSNs of the shards, and the shard and version of each slot."""
+    """The DSNs of the shards, and the shard of each slot, both with their versions."""
 
     shards: dict[str, str] = dataclasses.field(default_factory=dict)
     slots: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    versions: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def learn(self, told: Mapping[str, Any]) -> None:
         """Take over what the map of a shard knows better."""
-        self.shards.update(told["shards"])
+        for name, dsn in told["shards"].items():
+            version = told.get("versions", {}).get(name, 1)
+            if version > self.versions.get(name, 0):
+                self.shards[name], self.versions[name] = dsn, version
         theirs = [(name, version) for name, version in told["slots"]]
         mine = self.slots or theirs
         self.slots = [
@@ -49,7 +53,7 @@ class ShardMap:
 
     def to_json(self) -> str:
         """Return the map as queue.shard_learn takes it."""
-        return json.dumps({"shards": self.shards, "slots": self.slots})
+        return json.dumps(dataclasses.asdict(self))
 
 
 def _fill(template: str, args: Mapping[str, Any]) -> str:
