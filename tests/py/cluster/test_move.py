@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import datetime as dt
+import itertools
 import json
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,7 +22,7 @@ from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 
 from pgdefer import App
-from pgdefer.contrib.cluster import Cluster, shard_of
+from pgdefer.contrib.cluster import Cluster, SlotBusy, moving, shard_of, sql
 from pgdefer.contrib.cluster.shards import part_of
 from pgdefer.database.install import install
 from workers import wait_for
@@ -343,6 +345,40 @@ def test_an_open_transaction_keeps_its_part(cluster: Cluster, dsns: dict[str, st
     assert cluster.move(SLOT, "b").jobs == 1
 
 
+def test_an_open_transaction_keeps_the_slot_for_as_long_as_patience(
+    cluster: Cluster, dsns: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others are shut out for each other second at most."""
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    clock = itertools.count(0, 0.5)
+    now = 0.0
+    closed: list[float] = []
+    real = moving.execute
+
+    def monotonic() -> float:
+        nonlocal now
+        now = next(clock)
+        return now
+
+    def execute(connection: Any, statement: Any, parameters: Any) -> Any:
+        if statement is sql.CLOSE:
+            closed.append(now)
+        return real(connection, statement, parameters)
+
+    with psycopg.connect(dsns["a"]) as producer:
+        cluster.defer("work", {}, lock=key, connection=producer)
+        with monkeypatch.context() as patch:
+            patch.setattr(moving, "execute", execute)
+            patch.setattr(moving, "time", types.SimpleNamespace(monotonic=monotonic))
+            with pytest.raises(SlotBusy, match="an open transaction has deferred for it"):
+                cluster.move(SLOT, "b", patience=3)
+        producer.commit()
+    assert closed == [0.5, 2.5]
+    assert now == 3.5
+    assert rows(dsns["a"], "select from queue.shard_move") == []
+    assert cluster.move(SLOT, "b").jobs == 1
+
+
 def test_who_replaces_a_job_keeps_none_of_its_part_held(
     cluster: Cluster, dsns: dict[str, str]
 ) -> None:
@@ -395,7 +431,7 @@ def test_no_two_movers(
     with psycopg.connect(dsns["a"], autocommit=True) as connection:
         connection.execute("select queue.shard_leave(%s, 'b')", [SLOT])
         assert connection.execute("select queue.shard_mover(%s)", [SLOT]).fetchone() == (True,)
-        with pytest.raises(RuntimeError, match="by another process"):
+        with pytest.raises(SlotBusy, match="by another process"):
             cluster.move(SLOT, "b")
 
 

@@ -17,11 +17,11 @@ from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.deferring import Deferring
 from pgdefer.contrib.cluster.deferring_async import AsyncDeferring
 from pgdefer.contrib.cluster.install import install, self_of
-from pgdefer.contrib.cluster.moving import Move, move
+from pgdefer.contrib.cluster.moving import Move, SlotBusy, move
 from pgdefer.contrib.cluster.shards import SLOTS, ShardMap, shard_of
 from pgdefer.errors import InvalidParameter
 
-__all__ = ["Cluster", "Move", "ShardMap", "install", "shard_of"]
+__all__ = ["Cluster", "Move", "ShardMap", "SlotBusy", "install", "shard_of"]
 
 
 class Cluster(Deferring, AsyncDeferring):
@@ -78,7 +78,8 @@ class Cluster(Deferring, AsyncDeferring):
 
         A part of the slot waits until none of its jobs runs, for `patience` seconds, and comes last
         then. Jobs that have been started before, and wait for another attempt, do not move; with
-        `started` they do, as new ones.
+        `started` they do, as new ones. Raises SlotBusy if a transaction that has deferred for the
+        slot stays open for longer, or another process moves it.
         """
         self._learn()
         source = self._owner(slot)

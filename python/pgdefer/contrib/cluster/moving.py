@@ -13,8 +13,13 @@ from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.shards import PARTS, ShardMap
 from pgdefer.database.execute import execute
 from pgdefer.database.sql import Statement
+from pgdefer.errors import PgDeferError
 
-__all__ = ["Move", "move"]
+__all__ = ["Move", "SlotBusy", "move"]
+
+
+class SlotBusy(PgDeferError):  # noqa: N818 (as the others)
+    """The slot can't begin to move now: an open transaction or another mover has it."""
 
 
 @dataclasses.dataclass
@@ -70,14 +75,33 @@ class _Mover:
         for _ in range(600):
             with contextlib.suppress(psycopg.errors.LockNotAvailable):
                 return self.once(connection, statement, **parameters)
-            if statement is sql.LEAVE:
-                self.once(connection, sql.CLOSE, part=None)
-            else:
-                time.sleep(0.05)  # let others have what they wait for behind this one
+            time.sleep(0.05)  # let others have what they wait for behind this one
         return self.once(connection, statement, **parameters)
 
     def once(self, connection: Any, statement: Statement, **parameters: Any) -> Any:
         return execute(connection, statement, {"slot": self.done.slot, **parameters})
+
+    def leave(self, target: str, patience: float) -> int:
+        """Begin the move, once those who defer for the slot have committed; return its version.
+
+        Meanwhile nobody else enters, but only for each other second: who has entered may stay
+        long. Raises SlotBusy after `patience` seconds.
+        """
+        began = time.monotonic()
+        closed_at: float | None = None
+        while True:
+            with contextlib.suppress(psycopg.errors.LockNotAvailable):
+                version: int = self.once(self.source, sql.LEAVE, target=target)[0][0]
+                return version
+            now = time.monotonic()
+            if closed_at is not None and now - began > patience:
+                raise SlotBusy(
+                    f"slot {self.done.slot} stays: an open transaction has deferred for it",
+                    hint="Let it end, or give the move more patience; then move the slot again.",
+                )
+            if closed_at is None or now - closed_at >= 2:
+                closed_at = now
+                self.once(self.source, sql.CLOSE, part=None)  # for a second
 
     def catch_up(self) -> None:
         """Let the source admit what has been committed, so that no paused part waits for that."""
@@ -189,7 +213,7 @@ def move(
         coming = {"source": source, "format": of_source}
         version = mover.call(here, sql.MAP)[0][0]["slots"][slot][1] + 1
         mover.call(there, sql.MAY_RECEIVE, version=version, **coming)
-        version = mover.call(here, sql.LEAVE, target=target)[0][0]
+        version = mover.leave(target, patience)
         _be_the_only_mover(mover)
         mover.call(here, sql.LIST)
         mover.call(there, sql.RECEIVE, version=version, **coming)
@@ -211,9 +235,12 @@ def move(
 
 
 def _be_the_only_mover(mover: _Mover) -> None:
-    """Wait until a mover that died has ended its last step. Raises RuntimeError if one lives."""
+    """Wait until a mover that died has ended its last step. Raises SlotBusy if one lives."""
     for _ in range(100):
         if mover.call(mover.source, sql.MOVER)[0][0]:
             return
         time.sleep(0.05)
-    raise RuntimeError(f"slot {mover.done.slot} is being moved by another process")
+    raise SlotBusy(
+        f"slot {mover.done.slot} is being moved by another process",
+        hint="Wait for it, or end it; then move the slot again.",
+    )
