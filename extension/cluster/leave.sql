@@ -2,6 +2,32 @@
 -- Tests: tests/sql/cluster/leave.sql, tests/sql/cluster/move.pieces.sql, tests/py/cluster.
 begin;
 
+-- How many jobs of a part move at once, and how many bytes of args and options they may have as text. A
+-- larger part leaves in several pieces. As jsonb, which must not exceed 256 MB, it may be four times as much.
+create or replace function queue._shard_piece()
+returns integer language sql immutable set search_path = pg_catalog, pg_temp as $$ select 100 $$;
+create or replace function queue._shard_piece_size()
+returns integer language sql immutable set search_path = pg_catalog, pg_temp as $$ select 16777216 $$;
+
+-- The oldest unfinished jobs of a part, at most as many as a piece has, and at least one.
+create or replace function queue._shard_oldest(p_slot integer, p_part integer)
+returns bigint[] language sql stable set search_path = pg_catalog, pg_temp as $$
+  select array(
+    select o.id from (
+      select x.id, row_number() over in_order as n, sum((
+        select coalesce(j.size, 2000) + coalesce(octet_length(j.options::text), 0)
+        from queue.job_now j where j.id = x.id)) over in_order as bytes
+      from (
+        select s.id from queue.shard_job s
+        where s.slot = p_slot and s.part = p_part
+          and (select f.id from queue.finished f where f.id = s.id) is null
+          and (select j.id from queue.job j where j.id = s.id) is not null
+        order by s.slot, s.part, s.id limit queue._shard_piece()) x
+      window in_order as (order by x.id)) o
+    where o.n = 1 or o.bytes <= queue._shard_piece_size()
+    order by o.id)
+$$;
+
 -- A job as queue.defer_many takes it, with its id, the ids of unfinished jobs that it needs, and the signals
 -- that no wait has taken. Its lock and keys have been filled: their braces are doubled. One that has had its
 -- slots was not discarded, and on_limit goes no further.
@@ -205,6 +231,7 @@ begin
   perform queue._shard_forget(slot), queue._shard_audit('shard_stay', jsonb_build_object('slot', slot));
 end $$;
 
-revoke all on function queue._shard_call, queue._shard_cut, queue.shard_part_leave, queue.shard_leave_empty,
+revoke all on function queue._shard_piece, queue._shard_piece_size, queue._shard_oldest, queue._shard_call,
+  queue._shard_cut, queue.shard_part_leave, queue.shard_leave_empty,
   queue._shard_forget, queue._shard_end, queue.shard_stay from public;
 commit;

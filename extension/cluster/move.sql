@@ -172,32 +172,6 @@ begin
       and (p_ids is null or s.id = any (p_ids))) u;
 end $$;
 
--- How many jobs of a part move at once, and how many bytes of args and options they may have as text. A
--- larger part leaves in several pieces. As jsonb, which must not exceed 256 MB, it may be four times as much.
-create or replace function queue._shard_piece()
-returns integer language sql immutable set search_path = pg_catalog, pg_temp as $$ select 100 $$;
-create or replace function queue._shard_piece_size()
-returns integer language sql immutable set search_path = pg_catalog, pg_temp as $$ select 16777216 $$;
-
--- The oldest unfinished jobs of a part, at most as many as a piece has, and at least one.
-create or replace function queue._shard_oldest(p_slot integer, p_part integer)
-returns bigint[] language sql stable set search_path = pg_catalog, pg_temp as $$
-  select array(
-    select o.id from (
-      select x.id, row_number() over in_order as n, sum((
-        select coalesce(j.size, 2000) + coalesce(octet_length(j.options::text), 0)
-        from queue.job_now j where j.id = x.id)) over in_order as bytes
-      from (
-        select s.id from queue.shard_job s
-        where s.slot = p_slot and s.part = p_part
-          and (select f.id from queue.finished f where f.id = s.id) is null
-          and (select j.id from queue.job j where j.id = s.id) is not null
-        order by s.slot, s.part, s.id limit queue._shard_piece()) x
-      window in_order as (order by x.id)) o
-    where o.n = 1 or o.bytes <= queue._shard_piece_size()
-    order by o.id)
-$$;
-
 -- Holds jobs of a part, each by itself, so that none can start whatever becomes of the others; not those that
 -- an operator holds. Returns how many.
 -- Locks: the caller has those of _lock_rows. A wake-up is not lost: as shard_hold.
@@ -220,10 +194,20 @@ begin
   return v_parked;
 end $$;
 
+-- As _shard_leaving, and keeps the part as it is: it neither leaves, nor is its move given up or over.
+-- Locks: its row, for key share, until the transaction ends. Before those of jobs, as whoever gives up a move.
+create or replace function queue._shard_keep(p_slot integer, p_part integer)
+returns text language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
+begin
+  perform from queue.shard_part p where p.slot = p_slot and p.part = p_part for key share;
+  return queue._shard_leaving(p_slot, p_part);
+end $$;
+
 -- Source. Before the pause of a part that is larger than a piece: holds up to 1,000 of its newest jobs, while
 -- the oldest go on. Returns how many; 0 once the pause may begin, or if the part must stay for other reasons
 -- than a running job.
--- Locks: as queue.hold, for all of them. A wake-up is not lost: as shard_hold. Raises: 22023, QJ008.
+-- Locks: as _shard_keep; then as queue.hold, for all of them. A wake-up is not lost: as shard_hold.
+-- Raises: 22023, QJ008.
 create or replace function queue.shard_hold_ahead(slot integer, part integer, started boolean default false)
 returns integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
@@ -233,7 +217,7 @@ declare
   v_parked integer;
 begin
   perform queue._check_isolation();
-  if queue._shard_leaving(slot, part) is distinct from 'here' then
+  if queue._shard_keep(slot, part) is distinct from 'here' then
     return 0;
   end if;
   v_oldest := queue._shard_oldest(slot, part);
@@ -261,7 +245,8 @@ end $$;
 -- Source. Holds up to 1,000 of those jobs of a part that could start next, so that running ones can end, and
 -- no others begin. They wait with the reason moving: jobs that need them go on waiting, and an operator may
 -- hold them besides. Returns how many are left to hold, and a job that the part must wait for.
--- Locks: as queue.hold, for all of them. A wake-up is not lost: unhold, or the target, makes the jobs ready.
+-- Locks: as _shard_keep, so that no move ends meanwhile and leaves them held; then as queue.hold, for all of
+-- them. A wake-up is not lost: unhold, or the target, makes the jobs ready.
 -- Raises: 22023, QJ008.
 create or replace function queue.shard_hold(slot integer, part integer, started boolean default false,
   out to_hold bigint, out waits_for bigint, out why text)
@@ -273,7 +258,7 @@ declare
   v_keys text[];
 begin
   perform queue._check_isolation();
-  if queue._shard_leaving(slot, part) is distinct from 'here' then
+  if queue._shard_keep(slot, part) is distinct from 'here' then
     perform queue._shard_invalid('this part has left', 'Carry it to the target: queue.shard_part_jobs.',
       format('slot: %s, part: %s', slot, part));
   end if;
@@ -333,6 +318,5 @@ end $$;
 
 revoke all on function queue._shard_check, queue._shard_leaving, queue.shard_leave, queue.shard_mover,
   queue.shard_list, queue.shard_catch_up, queue.shard_close, queue._shard_jobs,
-  queue._shard_piece, queue._shard_piece_size, queue._shard_oldest, queue._shard_park,
-  queue.shard_hold_ahead, queue.shard_hold, queue.shard_unhold from public;
+  queue._shard_park, queue._shard_keep, queue.shard_hold_ahead, queue.shard_hold, queue.shard_unhold from public;
 commit;
