@@ -159,6 +159,24 @@ $$;
 comment on function queue.shard_under_way() is
   'Returns how many jobs of each slot have left this database and, as far as it knows, not arrived.';
 
+-- The moves away from this database that have begun and have no mover now, with the jobs that each holds.
+create or replace function queue.shard_stopped()
+returns table (slot integer, target text, held bigint)
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp as $$
+begin
+  return query
+  select r.slot, r.to_shard::text, (
+    select count(*) from queue.shard_job s join queue.waiting w on w.id = s.id and w.reason = 'moving'
+    where s.slot = r.slot)
+  from queue.shard_move r join queue.shard s on s.is_self and s.name = r.from_shard
+  where not exists (
+    select from pg_stat_activity a where a.pid = r.mover and a.datname = current_database())
+  order by 1;
+end $$;
+comment on function queue.shard_stopped() is
+  'Returns the slots whose move away from this database has begun and is made by no process now: the target,'
+    ' and how many jobs the move holds.';
+
 -- Raises: 22023, always. A database that only routes has no other functions of the queue.
 create or replace function queue._shard_invalid(p_message text, p_hint text, p_detail text default '')
 returns void language plpgsql volatile set search_path = pg_catalog, pg_temp as $$

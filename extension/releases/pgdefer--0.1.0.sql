@@ -3335,7 +3335,8 @@ begin
       ('{producer}', true, '{
         shard_defer, shard_defer_many, shard_key, _shard_check_groups, _shard_check_needs, _shard_enter,
         _shard_invalid, _shard_note, _shard_tagged}'),
-      ('{producer,worker,operator,reader}', true, '{shard_find, shard_map, shard_of, shard_under_way}'),
+      ('{producer,worker,operator,reader}', true, '{
+        shard_find, shard_map, shard_of, shard_stopped, shard_under_way}'),
       ('{producer,worker}', true, '{await_result}'),
       ('{producer,worker,operator}', true, '{signal}'),
       ('{producer,worker,operator,reader}', true, '{read_stream, result, streams, version}'),

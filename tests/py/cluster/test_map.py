@@ -245,7 +245,7 @@ def test_an_upgrade_leaves_the_functions_to_producers(blank_dsn: str) -> None:
                 connection.execute("select queue.shard_defer('k', 'work')")
                 connection.execute("reset role")
             # readers look at the map only, and strangers at nothing
-            for role, allowed in (("shard_reader", 4), ("shard_nobody", 0)):
+            for role, allowed in (("shard_reader", 5), ("shard_nobody", 0)):
                 found = connection.execute(
                     "select count(*) from pg_proc p where p.pronamespace = 'queue'::regnamespace"
                     " and p.proname like '%%shard%%'"

@@ -17,9 +17,11 @@ from pgdefer import App, InvalidParameter
 from pgdefer.contrib import cluster as package
 from pgdefer.contrib.cluster import Cluster, install, moving, shard_of, sql
 from pgdefer.contrib.cluster.shards import part_of
+from pgdefer.database import install as installing
 from pgdefer.database.server import EmbeddedServer
 from pgdefer.database.sql import Statement
 from support import ROOT
+from workers import wait_for
 
 from .conftest import NAMES, keys, rows
 
@@ -118,8 +120,67 @@ def test_check_reports_jobs_under_way(
         patch.setattr(moving._Mover, "arrive", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cluster.move(SLOT, "b")
-    assert cluster.check() == ["slot 5: 2 jobs have left a: go on with its move to b"]
+    wrong = [
+        "slot 5: 2 jobs have left a: go on with its move to b",
+        "slot 5: its move from a to b has stopped and holds 0 jobs: go on with it, or give it up",
+    ]
+    wait_for(lambda: cluster.check() == wrong)  # once the mover's session has ended
     assert cluster.move(SLOT, "b").jobs == 2
+    assert cluster.check() == []
+
+
+def test_check_reports_a_move_that_has_stopped(cluster: Cluster, dsns: dict[str, str]) -> None:
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    for _ in range(2):
+        cluster.defer("work", {}, shard_key=key)
+    with psycopg.connect(dsns["a"], autocommit=True) as mover:
+        mover.execute("select queue.shard_leave(%s, 'b'), queue.shard_mover(%s)", [SLOT, SLOT])
+        mover.execute("select queue.shard_list(%s)", [SLOT])
+        mover.execute("select queue.shard_hold(%s, %s)", [SLOT, part_of(key)])
+        assert cluster.check() == []  # it is being made
+    stopped = (
+        "slot 5: its move from a to b has stopped and holds 2 jobs: go on with it, or give it up"
+    )
+    wait_for(lambda: cluster.check() == [stopped])
+    cluster.stay(SLOT)
+    assert cluster.check() == []
+
+
+def test_a_shard_without_its_map_is_reported_and_not_told(
+    cluster: Cluster, app: App, dsns: dict[str, str], blank_dsn: str
+) -> None:
+    """One whose database was made anew: without a queue, without shards, without a map."""
+
+    def lead_to(dsn: str) -> Cluster:
+        for name in NAMES:
+            rows(dsns[name], "update queue.shard set dsn = %s where name = 'b'", [dsn])
+        found = Cluster(app, dsns["a"])
+        found.refresh()
+        return found
+
+    def wrong(dsn: str) -> list[str]:
+        with contextlib.closing(lead_to(dsn)) as late:
+            assert late.tell() == ["b"]
+            return late.check()
+
+    assert wrong(make_conninfo(dsns["b"], dbname="nowhere")) == ["shard b: can't be reached"]
+    (found,) = wrong(blank_dsn)
+    assert found.startswith('shard b: schema "queue" does not exist. Run `pgdefer install`')
+    installing.install(blank_dsn)
+    (found,) = wrong(blank_dsn)
+    assert found.startswith("shard b: function queue.shard_map() does not exist")
+    install(blank_dsn)
+    assert wrong(blank_dsn) == ["shard b: its database has no map"]
+    assert rows(blank_dsn, "select from queue.shard") == []
+    assert wrong(dsns["c"]) == ["shard b: its database is c"]
+    with contextlib.closing(Cluster(app, blank_dsn, dsns["a"])) as late:
+        assert late.of("k").client is late.app_of(late.map.slots[shard_of("k")][0]).client
+    with (
+        contextlib.closing(Cluster(app, blank_dsn)) as late,
+        pytest.raises(InvalidParameter, match="no database of the cluster has a map"),
+    ):
+        late.of("k")
+    lead_to(dsns["b"]).close()
     assert cluster.check() == []
 
 

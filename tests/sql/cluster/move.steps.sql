@@ -1,7 +1,7 @@
 -- The steps of a move, called in a wrong order: each says what is wrong and what to do, and changes nothing
 -- (extension/cluster/move.sql, arrive.sql). This database is shard a, with slots 0 to 511; b exists by name only.
 
-select plan(37);
+select plan(39);
 
 create temp table k as select 'key ' || n as key, queue._shard_part_of('key ' || n) as part
   from generate_series(1, 20000) n where queue.shard_of('key ' || n) = 7 limit 1;
@@ -63,6 +63,9 @@ select is((select version from queue.shard_slot where slot = 8), 2::bigint, 'the
 select is(queue.shard_leave(8, 'b'), 3::bigint, 'the next move gets the next one');
 select queue.shard_list(8), queue.shard_hold(8, l.part) from l;
 select is((select reason from queue.jobs where task = 'stays'), 'moving', 'its job is held');
+select results_eq('select * from queue.shard_stopped() where slot = 8', $$values (8, 'b', 1::bigint)$$, 'nobody makes the move');
+select queue.shard_mover(8);
+select is_empty('select * from queue.shard_stopped() where slot = 8', 'until this session does');
 select queue.shard_stay(8);
 select is((select state from queue.jobs where task = 'stays'), 'ready', 'it is given back');
 select is((select count(*) from queue.shard_move where slot = 8) + (select count(*) from queue.shard_part where slot = 8) + (select count(*) from queue.shard_job where slot = 8), 0::bigint, 'nothing is left of the move');

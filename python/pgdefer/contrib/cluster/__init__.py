@@ -6,7 +6,6 @@ clusters and moves slots. The rules are in extension/cluster/.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,9 +18,12 @@ from pgdefer.contrib.cluster.deferring_async import AsyncDeferring
 from pgdefer.contrib.cluster.install import install, self_of
 from pgdefer.contrib.cluster.moving import Move, SlotBusy, move
 from pgdefer.contrib.cluster.shards import SLOTS, ShardMap, shard_of
-from pgdefer.errors import InvalidParameter
+from pgdefer.errors import InvalidParameter, PgDeferError
 
 __all__ = ["Cluster", "Move", "ShardMap", "SlotBusy", "install", "shard_of"]
+
+# of one shard, beside which the others go on
+FAILURES = (psycopg.Error, PgDeferError)
 
 
 class Cluster(Deferring, AsyncDeferring):
@@ -104,15 +106,18 @@ class Cluster(Deferring, AsyncDeferring):
         self.tell()
 
     def tell(self) -> list[str]:
-        """Tell all shards the map. Return those that can't be reached: they learn it later."""
-        unreached = []
-        for name in self.map.shards:
+        """Tell all shards the map. Return those that don't answer: they learn it later.
+
+        A database that has no map, or that of another name, is not told, as it is not the shard.
+        """
+        found, wrong = self._maps()
+        for name in found:
             try:
                 told = {"map": self.map.to_json(), "self": None}
                 self.app_of(name).client.call(sql.LEARN, told)
-            except psycopg.OperationalError:
-                unreached.append(name)
-        return unreached
+            except FAILURES as error:
+                wrong[name] = _said(error)
+        return sorted(wrong)
 
     def _owner(self, slot: int) -> str:
         """Return the shard of a slot. Raises InvalidParameter if there is no such slot."""
@@ -125,14 +130,25 @@ class Cluster(Deferring, AsyncDeferring):
     def _learn(self) -> None:
         """Learn the map of each shard that can be reached."""
         self.refresh()
-        for _, told in self._maps():
+        for told in self._maps()[0].values():
             self.map.learn(told)
 
-    def _maps(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Return the map of each shard that can be reached."""
+    def _maps(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
+        """Return the map of each shard that answers, and what is wrong with the others."""
+        found, wrong = {}, {}
         for name in list(self.map.shards):
-            with contextlib.suppress(psycopg.OperationalError):
-                yield name, self.app_of(name).client.call(sql.MAP, {})[0][0]
+            try:
+                told = self.app_of(name).client.call(sql.MAP, {})[0][0]
+            except FAILURES as error:
+                wrong[name] = _said(error)
+            else:
+                if not told["slots"]:
+                    wrong[name] = "its database has no map"
+                elif told["self"] != name:
+                    wrong[name] = f"its database is {told['self'] or 'none of the shards'}"
+                else:
+                    found[name] = told
+        return found, wrong
 
     def split(self, queue: str, max_running: int) -> dict[str, int]:
         """Divide a queue's limit among the shards, at least 1 each; return the parts.
@@ -152,18 +168,37 @@ class Cluster(Deferring, AsyncDeferring):
     def check(self) -> list[str]:
         """Return what is wrong: shards that are down, slots with no shard or with two.
 
-        Jobs that have left a shard and not arrived are reported too, also while a mover lives.
+        Moves that have begun and go on no longer are reported, and jobs that have left a shard and
+        not arrived, also while a mover lives.
         """
         self.refresh()
-        told = dict(self._maps())
-        wrong = [f"shard {name}: can't be reached" for name in self.map.shards if name not in told]
+        told, failed = self._maps()
+        wrong = [f"shard {name}: {why}" for name, why in failed.items()]
         for slot, (owner, _) in enumerate(self.map.slots):
             claims = [name for name in told if told[name]["slots"][slot][0] == name]
             if len(claims) != 1 and (owner in told or claims):
                 wrong.append(f"slot {slot}: {', '.join(claims) or 'no shard'}")
         for name in told:
-            for slot, target, jobs in self.app_of(name).client.call(sql.UNDER_WAY, {}):
-                wrong.append(
-                    f"slot {slot}: {jobs} jobs have left {name}: go on with its move to {target}"
-                )
+            try:
+                wrong += self._unfinished(name)
+            except FAILURES as error:
+                wrong.append(f"shard {name}: {_said(error)}")
         return wrong
+
+    def _unfinished(self, shard: str) -> Iterator[str]:
+        """Return what is wrong with the moves away from a shard."""
+        call = self.app_of(shard).client.call
+        for slot, target, jobs in call(sql.UNDER_WAY, {}):
+            yield f"slot {slot}: {jobs} jobs have left {shard}: go on with its move to {target}"
+        for slot, target, held in call(sql.STOPPED, {}):
+            yield (
+                f"slot {slot}: its move from {shard} to {target} has stopped and holds {held} jobs:"
+                " go on with it, or give it up"
+            )
+
+
+def _said(error: Exception) -> str:
+    """Return the reason why a shard does not answer, in one line."""
+    if isinstance(error, psycopg.OperationalError):
+        return "can't be reached"
+    return " ".join(str(error).split())

@@ -11,7 +11,7 @@ from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.base import ClusterBase
 from pgdefer.contrib.cluster.shards import ELSEWHERE, KeyedJob, shard_of
 from pgdefer.database.callers import OWN, AnyAsyncConnection
-from pgdefer.errors import sqlstate_of
+from pgdefer.errors import InvalidParameter, sqlstate_of
 from pgdefer.options import DeferOptions
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.prepared import PreparedJob, deferring
@@ -65,9 +65,13 @@ class AsyncDeferring(ClusterBase):
             except Exception as caught:
                 error = caught
             else:
-                self.map.learn(rows[0][0])
-                return
-        raise error or ValueError("the cluster has no database")
+                if rows[0][0]["slots"]:
+                    self.map.learn(rows[0][0])
+                    return
+        raise error or InvalidParameter(
+            "no database of the cluster has a map",
+            hint="Give the DSN of a shard: `python -m pgdefer.contrib.cluster create` makes them.",
+        )
 
     async def _deferred_async(
         self, jobs: Sequence[KeyedJob], connection: AnyAsyncConnection = OWN

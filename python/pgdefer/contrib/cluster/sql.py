@@ -8,6 +8,7 @@ START = Statement("select queue.shard_start(:self, cast(cast(:shards as text) as
 LEARN = Statement("select queue.shard_learn(cast(cast(:map as text) as jsonb), :self)")
 MAP = Statement("select queue.shard_map()")
 UNDER_WAY = Statement("select * from queue.shard_under_way()")
+STOPPED = Statement("select * from queue.shard_stopped()")
 FIND = Statement("select queue.shard_find(:key)")
 DEFER_MANY = Statement("select * from queue.shard_defer_many(cast(cast(:jobs as text) as jsonb))")
 
