@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from pgdefer.app import App
+from pgdefer.cli._base import LONGEST, Exit, fail, no_nan, reported
 from pgdefer.contrib.cluster import Cluster
 
-cli = typer.Typer(no_args_is_help=True, help="Shards: databases that share the jobs by key.")
+cli = typer.Typer(
+    no_args_is_help=True,
+    help="Shards: databases that share the jobs by key.",
+    rich_markup_mode=None,
+)
 Dsn = Annotated[str, typer.Option(envvar="PGDEFER_DSN", help="The database of any shard.")]
+
+
+@contextlib.contextmanager
+def _cluster(dsn: str) -> Iterator[Cluster]:
+    """Provide a cluster; errors become one line and an exit code."""
+    with reported(), contextlib.closing(Cluster(App(), dsn)) as cluster:
+        cluster.refresh()
+        yield cluster
 
 
 @cli.command()
@@ -22,23 +37,26 @@ def create(
     named = dict(shard.partition("=")[::2] for shard in shards)
     if len(named) < len(shards) or not all(named.values()):
         raise typer.BadParameter("give NAME=DSN, each name once")
-    Cluster.create(App(), named).close()
+    with reported():
+        Cluster.create(App(), named).close()
 
 
 @cli.command()
 def add(name: str, address: Annotated[str, typer.Argument(metavar="DSN")], dsn: Dsn) -> None:
     """Add a shard without slots, or change the DSN of one."""
-    for unreached in Cluster(App(), dsn).add(name, address):
-        typer.echo(f"shard {unreached} can't be reached: it learns this later, from the others")
+    with _cluster(dsn) as cluster:
+        unreached = cluster.add(name, address)
+    for shard in unreached:
+        typer.echo(f"shard {shard} can't be reached: it learns this later, from the others")
 
 
 @cli.command()
 def slots(dsn: Dsn) -> None:
     """Print each shard with its slots."""
-    cluster = Cluster(App(), dsn)
-    cluster.refresh()
-    owned: dict[str, list[int]] = {name: [] for name in sorted(cluster.map.shards)}
-    for slot, (owner, _) in enumerate(cluster.map.slots):
+    with _cluster(dsn) as cluster:
+        known = cluster.map
+    owned: dict[str, list[int]] = {name: [] for name in sorted(known.shards)}
+    for slot, (owner, _) in enumerate(known.slots):
         owned[owner].append(slot)
     for name, numbers in owned.items():
         ends = [n for n in numbers if n + 1 not in numbers]
@@ -53,15 +71,20 @@ def dsns(
     file: Annotated[Path | None, typer.Argument(help="Where to write them, at once.")] = None,
 ) -> None:
     """Print the shards' DSNs, for `pgdefer worker --dsns`."""
-    cluster = Cluster(App(), dsn)
-    cluster.refresh()
-    text = "".join(f"{cluster.map.shards[name]}\n" for name in sorted(cluster.map.shards))
+    with _cluster(dsn) as cluster:
+        shards = cluster.map.shards
+    text = "".join(f"{shards[name]}\n" for name in sorted(shards))
     if file is None:
         typer.echo(text, nl=False)
         return
     unfinished = file.with_name(f".{file.name}.new")
-    unfinished.write_text(text, "utf-8")
-    unfinished.replace(file)
+    try:
+        unfinished.write_text(text, "utf-8")
+        unfinished.replace(file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        fail(Exit.ERROR, f"can't write {file}: {error.strerror}")
 
 
 @cli.command()
@@ -69,13 +92,19 @@ def move(
     slot: int,
     to: str,
     dsn: Dsn,
-    patience: Annotated[float, typer.Option(help="Seconds to wait for running jobs.")] = 0.5,
+    patience: Annotated[
+        float,
+        typer.Option(
+            min=0, max=LONGEST, callback=no_nan, help="Seconds to wait for what must end first."
+        ),
+    ] = 0.5,
     started: Annotated[
         bool, typer.Option("--started", help="Move jobs that wait for a retry, as new ones.")
     ] = False,
 ) -> None:
     """Move a slot to another shard. After a failure, run it again."""
-    done = Cluster(App(), dsn).move(slot, to, patience=patience, started=started)
+    with _cluster(dsn) as cluster:
+        done = cluster.move(slot, to, patience=patience, started=started)
     typer.echo(f"{done.jobs} jobs moved; the longest pause of a part: {done.longest_pause:.2f} s")
     if done.longest_refusal > 1:
         typer.echo(f"the longest time in which a part refused defers: {done.longest_refusal:.1f} s")
@@ -87,13 +116,15 @@ def move(
 @cli.command()
 def stay(slot: int, dsn: Dsn) -> None:
     """Give up a move of a slot, of which no part has left."""
-    Cluster(App(), dsn).stay(slot)
+    with _cluster(dsn) as cluster:
+        cluster.stay(slot)
 
 
 @cli.command()
 def check(dsn: Dsn) -> None:
     """Print what is wrong with the map; exit with 1 if anything is."""
-    wrong = Cluster(App(), dsn).check()
+    with _cluster(dsn) as cluster:
+        wrong = cluster.check()
     for line in wrong:
         typer.echo(line)
     raise typer.Exit(1 if wrong else 0)

@@ -1,0 +1,74 @@
+"""`python -m pgdefer.contrib.cluster`: what it says of mistakes, in one line and an exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psycopg
+import pytest
+from psycopg.conninfo import make_conninfo
+from typer.testing import CliRunner
+
+from pgdefer.cli._base import Exit
+from pgdefer.contrib.cluster import Cluster
+from pgdefer.contrib.cluster.__main__ import cli
+
+from .conftest import rows
+
+
+def said(code: int, *arguments: str) -> str:
+    """Run a command, which must end with this code and no traceback; return what it said."""
+    done = CliRunner().invoke(cli, arguments)
+    assert done.exit_code == code, done.output
+    assert isinstance(done.exception, SystemExit | None)
+    return " ".join(done.output.split())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_mistakes_are_one_line(dsns: dict[str, str], blank_dsn: str, tmp_path: Path) -> None:
+    a = ["--dsn", dsns["a"]]
+    for expected, code, arguments in (
+        ("there is no slot 1024. Slots are 0 to 1023", Exit.USAGE, ["move", *a, "1024", "b"]),
+        ("there is no slot -1", Exit.USAGE, ["move", *a, "--", "-1", "b"]),
+        ("there is no shard 'z'. The map has a, b, c", Exit.USAGE, ["move", *a, "5", "z"]),
+        ("Invalid value for '--patience'", 2, ["move", *a, "--patience", "nan", "5", "b"]),
+        ("Invalid value for '--patience'", 2, ["move", *a, "--patience", "-1", "5", "b"]),
+        ("valid integer", 2, ["move", *a, "five", "b"]),
+        ("this slot does not leave (slot: 5)", Exit.USAGE, ["stay", *a, "5"]),
+        ("there is no slot 5000", Exit.USAGE, ["stay", *a, "5000"]),
+        ("there is a shard 'b', and this database is", Exit.USAGE, ["add", *a, "b", dsns["c"]]),
+        ("connection is bad", Exit.UNREACHABLE, ["add", *a, "d", "host=/nonexistent"]),
+        ('missing "="', Exit.ERROR, ["add", *a, "d", "nonsense"]),
+        ('schema "queue" does not exist', Exit.NOT_INSTALLED, ["add", *a, "d", blank_dsn]),
+        ('schema "queue" does not exist', Exit.NOT_INSTALLED, ["slots", "--dsn", blank_dsn]),
+        ("connection is bad", Exit.UNREACHABLE, ["check", "--dsn", "host=/nonexistent"]),
+        ("can't write", Exit.ERROR, ["dsns", *a, str(tmp_path / "nowhere" / "dsns")]),
+        ("can't write", Exit.ERROR, ["dsns", *a, str(tmp_path)]),
+        ("this database has a map", Exit.USAGE, ["create", f"a={dsns['b']}"]),
+        ("give NAME=DSN", 2, ["create", "a"]),
+    ):
+        assert expected in said(code, *arguments)
+    assert not list(tmp_path.parent.glob(".*.new"))
+    assert said(0, "check", *a) == ""
+
+
+def test_a_role_without_rights_is_told_so(cluster: Cluster, dsns: dict[str, str]) -> None:
+    cluster.refresh()
+    rows(dsns["a"], "drop role if exists shard_stranger")
+    rows(dsns["a"], "create role shard_stranger login")
+    stranger = make_conninfo(dsns["a"], user="shard_stranger")
+    for command in ("slots", "dsns", "check"):
+        expected = "permission denied for schema queue"
+        assert expected in said(Exit.FORBIDDEN, command, "--dsn", stranger)
+    rows(dsns["a"], "drop role shard_stranger")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_second_mover_is_refused(dsns: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pgdefer.contrib.cluster.moving.time.sleep", lambda _: None)
+    move = ["move", "--dsn", dsns["a"], "5", "b"]
+    with psycopg.connect(dsns["a"], autocommit=True) as mover:
+        mover.execute("select queue.shard_leave(5, 'b'), queue.shard_mover(5)")
+        assert "slot 5 is being moved by another process" in said(Exit.ERROR, *move)
+    rows(dsns["a"], "select queue.shard_stay(5)")
+    assert said(0, *move).startswith("0 jobs moved")
