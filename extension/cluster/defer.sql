@@ -72,10 +72,16 @@ end $$;
 create or replace function queue._shard_check_needs(p_key text, p_needs jsonb)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
-  v_needs bigint[] := array(select n::bigint from jsonb_array_elements_text(p_needs) n
-    where n ~ '^[0-9]{1,18}$');  -- queue.defer_many refuses others
+  v_needs bigint[];
   v_need bigint;
 begin
+  begin
+    v_needs := array(
+      select n from jsonb_to_record(jsonb_build_object('needs', p_needs)) j (needs bigint[])
+      cross join unnest(j.needs) n where n is not null);
+  exception when data_exception then
+    return;  -- queue.defer_many, which reads them in the same way, refuses them
+  end;
   if v_needs = '{}' then
     return;
   end if;

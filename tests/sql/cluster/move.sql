@@ -1,7 +1,7 @@
 -- Shards: who accepts which key, and the steps of a move, each alone (extension/cluster/). This database is
 -- shard a, with slots 0 to 511; b exists by name only.
 
-select plan(88);
+select plan(89);
 
 create temp table k as
   select 'key ' || n as key, queue.shard_of('key ' || n) as slot, queue._shard_part_of('key ' || n) as part from generate_series(1, 20000) n;
@@ -55,6 +55,8 @@ from unnest('{"{}","5","[5]","[{\"shard_key\": \"a\", \"options\": {\"group\": \
 select is((select headers ->> 'shard_key' from queue.jobs), pg_temp.key_of(5), 'the key is a header');
 select lives_ok(format($$select queue.shard_defer(%L, 'needy', '{"n": 2}', '{"needs": [1], "lock": "l"}')$$, pg_temp.key_of(5)), 'needs of the same key are accepted');
 select throws_ok(format($$select queue.shard_defer(%L, 'needy', '{}', '{"needs": [1]}')$$, pg_temp.key_of(5, 2)), '22023', 'a need across shards', 'others are not');
+select is(array(select test.refusal(format($$select queue.shard_defer(%L, 'needy', '{}', '{"needs": %s}')$$, pg_temp.key_of(5, 2), n)) from unnest('{"[\"+1\"]","[\" 1 \"]","[\"00000000000000000001\"]","[\"0x1\"]","[1.0]","[[1]]","[\"x\"]","[null]","[1, null]","[99999999999999999999]"}'::text[]) n),
+          array_fill('22023'::text, array[10]), 'in whatever form, or they are no ids');
 
 create role shard_limited;
 select queue.grant_access('shard_limited', 'producer', '{own}');
