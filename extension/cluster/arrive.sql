@@ -115,8 +115,8 @@ begin
   return found;
 end $$;
 
--- The job, without what its task's defaults here would add: it has had those of the source. What it lacks gets
--- the value that means none, if its task has a default for it and there is such a value.
+-- The job, without what its task's defaults here would add: it has had those of the source. What it lacks
+-- gets the value that means none, if its task has a default for it and there is such a value.
 create or replace function queue._shard_as_it_was(p_job jsonb)
 returns jsonb language plpgsql stable security invoker set search_path = pg_catalog, pg_temp as $$
 declare

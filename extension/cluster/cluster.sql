@@ -219,7 +219,8 @@ begin
   v_names := array(select k from jsonb_object_keys(shards) k order by k collate "C");
   v_slots := (select jsonb_agg(jsonb_build_array(v_names[n * cardinality(v_names) / 1024 + 1], 1) order by n)
     from generate_series(0, 1023) n);
-  if queue.shard_map() - 'versions' = jsonb_build_object('self', self, 'shards', shards, 'slots', v_slots) then
+  if queue.shard_map() - 'versions'
+    = jsonb_build_object('self', self, 'shards', shards, 'slots', v_slots) then
     return;
   elsif exists (select from queue.shard_slot) then
     perform queue._shard_invalid('this database has a map',
@@ -292,8 +293,8 @@ begin
 end $$;
 comment on function queue.shard_learn(jsonb, text) is
   'Takes over each slot of a map (queue.shard_map) whose version is higher than in the own copy, and the'
-    ' DSNs in the same way. In a new shard, self is its name; it is refused where another one is known. Returns the number'
-    ' of slots that changed.';
+    ' DSNs in the same way. In a new shard, self is its name; it is refused where another one is known.'
+    ' Returns the number of slots that changed.';
 
 -- In a database that only routes, roles that may use the schema may ask; in a shard, those of defer.sql.
 revoke all on function queue.shard_start(text, jsonb), queue.shard_learn(jsonb, text),

@@ -177,10 +177,10 @@ comment on function queue.shard_defer(text, text, jsonb, jsonb) is
 
 -- Roles get these functions by queue.grant_access (base/permissions.sql, _function_grants), which an upgrade
 -- repeats: those that have access get them now. PUBLIC has none. Locks: as migrate.
-revoke all on function queue._shard_enter, queue._shard_refuse, queue._shard_check_needs, queue._shard_check_groups,
-  queue._shard_note, queue.shard_defer_many, queue._shard_tagged, queue.shard_defer, queue.shard_of, queue._shard_part_of,
-  queue.shard_key, queue.shard_map, queue.shard_find, queue.shard_under_way,
-  queue.shard_stopped, queue._shard_invalid from public;
+revoke all on function queue._shard_enter, queue._shard_refuse, queue._shard_check_needs,
+  queue._shard_check_groups, queue._shard_note, queue.shard_defer_many, queue._shard_tagged,
+  queue.shard_defer, queue.shard_of, queue._shard_part_of, queue.shard_key, queue.shard_map,
+  queue.shard_find, queue.shard_under_way, queue.shard_stopped, queue._shard_invalid from public;
 lock table queue.access in share row exclusive mode;
 do $$ begin perform queue._restore_grants(); end $$;
 commit;

@@ -66,12 +66,12 @@ begin
 end $$;
 
 -- Takes the oldest jobs of a part out of the queue, into queue.shard_sent: all, if they are no more than a
--- piece. Jobs of later pieces that need one of them are held, so they do not see that it is gone.
--- Locks: the caller has those of _lock_rows for these jobs; queue.received_signal, not waited for, until the
+-- piece. Jobs of later pieces that need one of them are held, so they do not see that it is gone. Locks: the
+-- caller has those of _lock_rows for these jobs; queue.received_signal, not waited for, until the
 -- transaction ends: every signal so far has committed, and a later one does not find the job (QJ001). Nothing
 -- is lost: the jobs are deleted and noted, with their signals, in one transaction. Raises: 55000 (another job
--- needs one; or one runs, which an operator has held and let go meanwhile; or signals are too large), 55P03 (a transaction that has
--- sent a signal stays open).
+-- needs one; or one runs, which an operator has held and let go meanwhile; or signals are too large), 55P03
+-- (a transaction that has sent a signal stays open).
 create or replace function queue._shard_cut(p_slot integer, p_part integer)
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
@@ -176,8 +176,8 @@ begin
     returning p.part;
 end $$;
 
--- Removes all that is noted of a slot's move. Locks: its rows, that of the move first, for update, waited for:
--- those who bring its parts, or defer for them, have ended.
+-- Removes all that is noted of a slot's move. Locks: its rows, that of the move first, for update, waited
+-- for: those who bring its parts, or defer for them, have ended.
 create or replace function queue._shard_forget(p_slot integer)
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 begin
@@ -190,8 +190,8 @@ end $$;
 -- Ends a move that another copy of the map knows to be over. Its last step is missing here, the source has
 -- given it up, or this shard was restored to a time before the end. What has left this shard is in the target
 -- by then; what the move still holds is given back, and ends here.
--- Locks: the rows of the move and its parts, for update, waited for: who brings a part, or defers for one, has
--- ended; then as shard_unhold. No wake-up is lost: as that. Raises: QJ008.
+-- Locks: the rows of the move and its parts, for update, waited for: who brings a part, or defers for one,
+-- has ended; then as shard_unhold. No wake-up is lost: as that. Raises: QJ008.
 create or replace function queue._shard_end(p_slot integer)
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
@@ -211,9 +211,9 @@ end $$;
 
 -- Source. Gives up a move of which no part has left: the slot stays, with the move's version, by which the
 -- target learns that nothing comes.
--- Locks: the rows of the move and its parts, for update, waited for (lock_timeout): none leaves, and those who
--- defer for them have ended; then as shard_unhold. A wake-up is not lost: as that. Raises: 22023 (a part has left), 55P03,
--- QJ008.
+-- Locks: the rows of the move and its parts, for update, waited for (lock_timeout): none leaves, and those
+-- who defer for them have ended; then as shard_unhold. A wake-up is not lost: as that. Raises: 22023 (a part
+-- has left), 55P03, QJ008.
 create or replace function queue.shard_stay(slot integer)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin

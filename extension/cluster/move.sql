@@ -195,7 +195,8 @@ begin
 end $$;
 
 -- As _shard_leaving, and keeps the part as it is: it neither leaves, nor is its move given up or over.
--- Locks: its row, for key share, until the transaction ends. Before those of jobs, as whoever gives up a move.
+-- Locks: its row, for key share, until the transaction ends. Before those of jobs, as whoever gives up a
+-- move.
 create or replace function queue._shard_keep(p_slot integer, p_part integer)
 returns text language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 begin
@@ -318,5 +319,6 @@ end $$;
 
 revoke all on function queue._shard_check, queue._shard_leaving, queue.shard_leave, queue.shard_mover,
   queue.shard_list, queue.shard_catch_up, queue.shard_close, queue._shard_jobs,
-  queue._shard_park, queue._shard_keep, queue.shard_hold_ahead, queue.shard_hold, queue.shard_unhold from public;
+  queue._shard_park, queue._shard_keep, queue.shard_hold_ahead, queue.shard_hold,
+  queue.shard_unhold from public;
 commit;
