@@ -44,13 +44,16 @@ class ClientCalls(ClientBase):
             return execute(used, statement, parameters)
 
     @contextlib.contextmanager
-    def transaction(self) -> Iterator[PsycopgConnection]:
-        """Begin a transaction on a connection of its own; in a test, a savepoint on the test's."""
+    def transaction(self, *, callers: bool = True) -> Iterator[PsycopgConnection]:
+        """Begin a transaction on a connection of its own; in a test, a savepoint on the test's.
+
+        Unless the block is of the caller's code, `callers` is false: see SyncPool.connection.
+        """
         with contextlib.ExitStack() as stack:
             if self.stand_in is not None:
                 own = stack.enter_context(self.stand_in.transaction())
             else:
-                own = stack.enter_context(self.pool.connection(undo=True))
+                own = stack.enter_context(self.pool.connection(undo=callers))
                 stack.enter_context(own.transaction())
             yield own
 
@@ -74,8 +77,8 @@ class ClientCalls(ClientBase):
                 yield own
             return
         if defaults and self.source.is_chosen:
-            # Not of the application's pool: the caller may hold the last of its connections.
-            with self.own_pool.connection() as own:
+            # The caller may hold the last connection, of the application's pool or of this one.
+            with self.own_pool.connection(undo=True) as own:
                 self.register(own)
         with lent(callers) as used:
             if defaults and not self.source.is_chosen:

@@ -43,13 +43,18 @@ class AsyncClientCalls(ClientBase):
             return await execute_async(used, statement, parameters)
 
     @contextlib.asynccontextmanager
-    async def transaction_async(self) -> AsyncIterator[AsyncPsycopgConnection]:
-        """Begin a transaction on a connection of its own; in a test, a savepoint on the test's."""
+    async def transaction_async(
+        self, *, callers: bool = True
+    ) -> AsyncIterator[AsyncPsycopgConnection]:
+        """Begin a transaction on a connection of its own; in a test, a savepoint on the test's.
+
+        Unless the block is of the caller's code, `callers` is false: see SyncPool.connection.
+        """
         async with contextlib.AsyncExitStack() as stack:
             if self.stand_in is not None:
                 own = await stack.enter_async_context(self.stand_in.transaction_async())
             else:
-                own = await stack.enter_async_context(self.pool_async.connection(undo=True))
+                own = await stack.enter_async_context(self.pool_async.connection(undo=callers))
                 await stack.enter_async_context(own.transaction())
             yield own
 
@@ -73,8 +78,8 @@ class AsyncClientCalls(ClientBase):
                 yield own
             return
         if defaults and self.source.is_chosen:
-            # Not of the application's pool: the caller may hold the last of its connections.
-            async with self.own_pool_async.connection() as own:
+            # The caller may hold the last connection, of the application's pool or of this one.
+            async with self.own_pool_async.connection(undo=True) as own:
                 await self.register_async(own)
         async with lent_async(callers) as used:
             if defaults and not self.source.is_chosen:

@@ -82,7 +82,7 @@ class QueueCollector(Collector):
     def _ask(self, question: Future[list[Metric]]) -> None:
         found: list[Metric] = []
         try:
-            with self._app.client.transaction() as connection:
+            with self._app.client.transaction(callers=False) as connection:
                 execute(connection, sql.SET_STATEMENT_TIMEOUT, {"timeout": STATEMENT_TIMEOUT})
                 found += self._jobs(connection)
                 found += self._memory(connection)

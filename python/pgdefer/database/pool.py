@@ -179,7 +179,10 @@ class _Idle:
 
 
 class SyncPool:
-    """Connections for synchronous calls, from any thread; `most` at once (None: no limit)."""
+    """Connections for synchronous calls, from any thread; `most` at once (None: no limit).
+
+    Those for blocks of the application's code are not counted: such a block may make calls.
+    """
 
     def __init__(self, source: Source, max_idle: int = 4, most: int | None = None) -> None:
         self._source = source
@@ -199,8 +202,10 @@ class SyncPool:
     def connection(self, *, undo: bool = False) -> Iterator[PsycopgConnection]:
         """Lend a connection; wait for one if all are lent.
 
-        With `undo` the next borrower finds nothing of what this one has left in its session, but
-        prepared statements. Behind pgbouncer that is impossible: it may be another session.
+        `undo` is for a block of the application's code, which does not wait: calls in such blocks
+        would wait for each other's connections, forever. The next borrower finds nothing of what
+        the block has left in its session, but prepared statements. Behind pgbouncer that is
+        impossible: it may be another session.
         """
         if self._pid != os.getpid():
             # After a fork they belong to the parent: the child must neither use nor close them.
@@ -208,7 +213,7 @@ class SyncPool:
             self._start()
             self._pid = os.getpid()
         idle = self._idle
-        with self._turn:
+        with _NO_TURN if undo else self._turn:
             connection = idle.take() or self._connect()
             try:
                 yield connection
@@ -234,7 +239,10 @@ class SyncPool:
 
 
 class AsyncPool:
-    """Connections for asynchronous calls, separate for each event loop; at most `most` in each."""
+    """Connections for asynchronous calls, separate for each event loop; at most `most` in each.
+
+    Those for blocks are not counted: see SyncPool.
+    """
 
     def __init__(self, source: Source, max_idle: int = 4, most: int | None = None) -> None:
         self._source = source
@@ -254,7 +262,7 @@ class AsyncPool:
             turn = asyncio.Semaphore(self._most) if self._most else _NO_TURN
             self._loops[loop] = _Idle(), turn
         idle, turn = self._loops[loop]
-        async with turn:
+        async with _NO_TURN if undo else turn:
             connection = await idle.take_async() or await self._connect()
             try:
                 yield connection

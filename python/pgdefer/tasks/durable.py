@@ -137,7 +137,7 @@ class DurableCalls(StepCalls):
         ids: list[int] = []
         with (
             self.steps.storing() as take,
-            self.client.transaction() as connection,
+            self.client.transaction(callers=False) as connection,
         ):
             if calls:
                 jobs = f"[{','.join(call.to_json() for call in calls)}]"

@@ -138,7 +138,7 @@ class AsyncDurableCalls(AsyncStepCalls):
         ids: list[int] = []
         async with (
             self.steps.storing_async() as take,
-            self.client.transaction_async() as connection,
+            self.client.transaction_async(callers=False) as connection,
         ):
             if calls:
                 jobs = f"[{','.join(call.to_json() for call in calls)}]"

@@ -168,7 +168,7 @@ class StepCalls:
         except InvalidParameter as refused:
             if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
                 raise
-            with self.client.transaction() as connection:
+            with self.client.transaction(callers=False) as connection:
                 encoding = connection.info.parameter_status("server_encoding")
                 parameters = fitted(parameters, encoding)
                 rows = self.client.call(sql.FAIL_STEP, parameters, connection)

@@ -169,7 +169,7 @@ class AsyncStepCalls:
         except InvalidParameter as refused:
             if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
                 raise
-            async with self.client.transaction_async() as connection:
+            async with self.client.transaction_async(callers=False) as connection:
                 encoding = connection.info.parameter_status("server_encoding")
                 parameters = fitted(parameters, encoding)
                 rows = await self.client.call_async(sql.FAIL_STEP, parameters, connection)

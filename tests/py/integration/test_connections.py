@@ -103,6 +103,52 @@ async def test_who_waits_for_results_keeps_no_one_from_deferring(app: App, jobs:
         assert len({await job.result_async(300) for job in first}) == 4
 
 
+async def test_calls_within_as_many_transactions_as_there_are_connections(
+    app: App, conn: Connection, jobs: Jobs, is_async: bool
+) -> None:
+    """All have begun before one makes a call; to register a task takes another connection."""
+    few = App(app.source.conninfo(), max_connections=2)
+    begun, all_begun = [], asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def begin() -> None:
+        begun.append(current_job().id)
+        if len(begun) == 4:
+            loop.call_soon_threadsafe(all_begun.set)
+
+    def late() -> int:
+        return 1
+
+    @few.task(name="sync")
+    def sync() -> None:
+        job = current_job()
+        with job.transaction("one") as connection:
+            begin()
+            asyncio.run_coroutine_threadsafe(all_begun.wait(), loop).result(300)
+            job.progress(50)
+            few.defer("t")
+            few.task(name=f"late{job.id}")(late)
+            few.defer(f"late{job.id}", connection=connection)
+
+    @few.task(name="async")
+    async def coroutine() -> None:
+        job = current_job()
+        async with job.transaction_async("one") as connection:
+            begin()
+            await all_begun.wait()
+            await job.progress_async(50)
+            await few.defer_async("t")
+            few.task(name=f"late{job.id}")(late)
+            await few.defer_async(f"late{job.id}", connection=connection)
+
+    ids = [few.defer("async" if is_async else "sync").id for _ in range(4)]
+    few.close()
+    async with running(few, concurrency=4):
+        rows = await jobs.end(*ids)
+    assert [row["state"] for row in rows] == ["succeeded"] * 4
+    assert conn.execute("select count(*) from queue.jobs where task = 't'").fetchone() == (4,)
+
+
 @pytest.mark.parametrize("level", ["serializable", "repeatable read"])
 def test_a_role_whose_transactions_are_of_another_level(
     narrow: str, jobs: Jobs, conn: Connection, level: str

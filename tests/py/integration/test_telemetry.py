@@ -293,7 +293,7 @@ async def test_metrics_without_a_connection(
     app = App(dsn, max_connections=1)
     prometheus.instrument(app, registry=registry, queues=True)
     assert app.metrics is not None
-    with app.client.transaction():
+    with app.client.own_pool.connection():
         text = (await asyncio.to_thread(app.metrics))[1].decode()
     assert "pgdefer_failures" in text
     assert "the metrics lack figures from the database: no answer within 0.1 s" in caplog.text
