@@ -121,10 +121,20 @@ async def _undone_async(connection: psycopg.AsyncConnection[Any], end: float) ->
 
 
 class _Idle:
-    """Open connections that are not in use; the last one in is the first one out."""
+    """Open connections that are not in use, at most `most`; the last one in is the first one out.
 
-    def __init__(self) -> None:
+    A process that was forked from theirs must neither use nor close them.
+    """
+
+    def __init__(self, most: int) -> None:
         self.items: list[Any] = []
+        self._most = most
+        self._pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether they are this process's."""
+        return self._pid == os.getpid()
 
     def take(self) -> PsycopgConnection | None:
         """Return a usable connection, or None."""
@@ -161,8 +171,10 @@ class _Idle:
         return None
 
     def put(self, connection: Any, *, undo: bool) -> bool:
-        """Take a connection back, if it is usable; return whether it is."""
-        if not (is_usable(connection) and _is_unchanged(connection)):
+        """Take a connection back, if it is usable and there is room; return whether that is so."""
+        if len(self.items) >= self._most or not is_usable(connection):
+            return False
+        if not _is_unchanged(connection):
             return False
         if undo and not _begin_undo(connection):
             return False
@@ -170,8 +182,8 @@ class _Idle:
         return True
 
     def close(self) -> None:
-        """Close all of them."""
-        while self.items:
+        """Close all of them, unless they are another process's."""
+        while self.items and self.is_here:
             close_now(self.items.pop())
 
     def __del__(self) -> None:
@@ -190,12 +202,11 @@ class SyncPool:
         self._most = most
         #: The pool whose idle connections are closed if the server accepts no more.
         self.partner: AsyncPool | None = None
-        self._pid = os.getpid()
         self._inherited: list[_Idle] = []
         self._start()
 
     def _start(self) -> None:
-        self._idle = _Idle()
+        self._idle = _Idle(self._max_idle)
         self._turn = threading.BoundedSemaphore(self._most) if self._most else _NO_TURN
 
     @contextlib.contextmanager
@@ -207,11 +218,9 @@ class SyncPool:
         the block has left in its session, but prepared statements. Behind pgbouncer that is
         impossible: it may be another session.
         """
-        if self._pid != os.getpid():
-            # After a fork they belong to the parent: the child must neither use nor close them.
+        if not self._idle.is_here:
             self._inherited.append(self._idle)
             self._start()
-            self._pid = os.getpid()
         idle = self._idle
         with _NO_TURN if undo else self._turn:
             connection = idle.take() or self._connect()
@@ -222,7 +231,7 @@ class SyncPool:
                 raise
             finally:
                 undo = undo and not self._source.pgbouncer
-                if len(idle.items) >= self._max_idle or not idle.put(connection, undo=undo):
+                if idle.is_here and not idle.put(connection, undo=undo):
                     connection.close()
 
     def _connect(self) -> PsycopgConnection:
@@ -260,7 +269,7 @@ class AsyncPool:
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
             turn = asyncio.Semaphore(self._most) if self._most else _NO_TURN
-            self._loops[loop] = _Idle(), turn
+            self._loops[loop] = _Idle(self._max_idle), turn
         idle, turn = self._loops[loop]
         async with _NO_TURN if undo else turn:
             connection = await idle.take_async() or await self._connect()
@@ -271,7 +280,7 @@ class AsyncPool:
                 raise
             finally:
                 undo = undo and not self._source.pgbouncer
-                if len(idle.items) >= self._max_idle or not idle.put(connection, undo=undo):
+                if idle.is_here and not idle.put(connection, undo=undo):
                     close_now(connection)
 
     async def _connect(self) -> AsyncPsycopgConnection:

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextlib
 import math
+import os
 import threading
 import time
 from collections.abc import Coroutine, Iterator, Sequence
@@ -158,6 +159,7 @@ class Waiter(NotifyConnection):
 
     def __init__(self, source: Source) -> None:
         super().__init__(source)
+        self._pid = os.getpid()
         self._waiting: collections.defaultdict[str, set[asyncio.Event]] = collections.defaultdict(
             set
         )
@@ -262,5 +264,6 @@ class Waiter(NotifyConnection):
                 event.set()
 
     def __del__(self) -> None:
-        if self._connection is not None:
+        # In a process that was forked from the connection's, it is still the other one's.
+        if self._connection is not None and self._pid == os.getpid():
             close_now(self._connection)

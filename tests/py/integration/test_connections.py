@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -204,6 +206,53 @@ async def test_whether_a_session_is_busy(narrow: str, conn: Connection) -> None:
         assert not any(map(is_busy, (idle, talking, conn)))
         conn.execute("select pg_advisory_unlock(4711)")
         await until(lambda: not is_busy(waiting))
+
+
+FORKS = """
+import asyncio, contextlib, os, sys
+from pgdefer import App
+from pgdefer.database.results import Waiter
+
+app = App(sys.argv[1])
+client = app.client
+waiter = Waiter(client.source)
+loop = asyncio.new_event_loop()
+
+
+def fork():
+    child = os.fork()
+    if not child:
+        sys.exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+async def use():
+    await app.defer_async("t")
+    return await waiter.open()
+
+
+app.defer("t")
+waits = loop.run_until_complete(use())
+fork()
+(idle,) = client.own_pool._idle.items
+((others, _),) = client.own_pool_async._loops.values()
+idle.execute("select")
+for connection in (*others.items, waits):
+    loop.run_until_complete(connection.execute("select"))
+with contextlib.ExitStack() as stack:
+    lent = [stack.enter_context(client.own_pool.connection()) for _ in range(6)]
+    fork()
+    for connection in lent:
+        connection.execute("select")
+print(len(others.items), len(lent))
+"""
+
+
+def test_a_forked_process_that_ends_leaves_connections_alone(dsn: str) -> None:
+    """Those that are not in use, those that are lent, and the one that waits for results."""
+    program = [sys.executable, "-c", FORKS, dsn]
+    done = subprocess.run(program, check=False, capture_output=True, text=True, timeout=300)
+    assert (done.stdout.split(), done.stderr) == (["1", "6"], "")
 
 
 async def test_two_that_open_a_connection_at_once(dsn: str) -> None:
