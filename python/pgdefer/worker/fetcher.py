@@ -229,10 +229,16 @@ class Fetcher:
     # Waiting
 
     async def _wait(self, seconds: float | None) -> bool:
-        """Wait for a hint, an outcome or the end; return whether one of them came."""
+        """Wait for a hint, an outcome or the end; return whether one of them came.
+
+        No longer than until lost claims are to be looked for.
+        """
         if self._completer.unsent:
             self._state.forget_hint()
             return True
+        if self._lost_claim_checks:
+            due = max(self._lost_claim_checks[0] - asyncio.get_running_loop().time(), 0.0)
+            seconds = due if seconds is None else min(seconds, due)
         return await self._state.wait(seconds)
 
     async def _idle(self, free: list[Slots]) -> None:

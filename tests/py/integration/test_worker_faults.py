@@ -1060,6 +1060,54 @@ async def test_lost_claims_that_cannot_be_given_back_at_once(
     assert len(refusals) == 2
 
 
+@pytest.mark.parametrize("is_busy", [True, False], ids=["busy", "asleep"])
+async def test_lost_claims_are_looked_for_again(
+    app: App, jobs: Jobs, conn: Connection, is_busy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while all slots are taken, or nothing wakes the worker."""
+    monkeypatch.setattr("pgdefer.worker.fetcher.LOST_CLAIM_CHECKS", (0.0, 1.0))
+    real_call, real_sleep = connection.Connection.call, SleepListener.before_sleep
+    checks = 0
+
+    async def call(self: connection.Connection, statement: sql.Statement, **given: Any) -> Any:
+        nonlocal checks
+        rows = await real_call(self, statement, **given)
+        if statement is sql.CLAIMS and not checks:
+            # As for a fetch that the network delivers late.
+            conn.execute("select queue.fetch(%s, '{b}', 1)", [given["worker"]])
+        checks += statement is sql.CLAIMS
+        return rows
+
+    async def before_sleep(self: SleepListener, *given: Any) -> Sleep:
+        return (await real_sleep(self, *given))._replace(seconds=3600.0)
+
+    monkeypatch.setattr(connection.Connection, "call", call)
+    monkeypatch.setattr(SleepListener, "before_sleep", before_sleep)
+    begun, end = asyncio.Event(), asyncio.Event()
+
+    @app.task(name="busy", queue="a")
+    async def busy() -> None:
+        begun.set()
+        await end.wait()
+
+    app.defer("t", queue="b")
+    app.close()
+    async with running(app, ["a"], concurrency=1) as worker:
+        await until(lambda: worker.id is not None)
+        conn.execute(
+            "select pg_terminate_backend(pid) from pg_stat_activity"
+            " where datname = current_database() and pid <> pg_backend_pid()"
+        )
+        if is_busy:
+            busy.defer()
+            await begun.wait()
+        try:
+            await until(lambda: checks >= 2, 60)
+        finally:
+            end.set()
+        await until(lambda: next(iter(jobs.states().values())) == "ready")
+
+
 async def test_a_half_open_connection(
     jobs: Jobs,
     line: Line,
