@@ -268,6 +268,10 @@ class AsyncPool:
         """Lend a connection; wait for one if all are lent. For `undo` see SyncPool."""
         loop = asyncio.get_running_loop()
         if loop not in self._loops:
+            # A semaphore that was waited for keeps its loop, and so its entry.
+            for other in [reference() for reference in self._loops.keyrefs()]:
+                if other is not None and other.is_closed():
+                    self._drop(other)
             turn = asyncio.Semaphore(self._most) if self._most else _NO_TURN
             self._loops[loop] = _Idle(self._max_idle), turn
         idle, turn = self._loops[loop]
@@ -298,7 +302,10 @@ class AsyncPool:
 
     def close(self) -> None:
         """Close the running loop's idle connections; later calls open new ones."""
-        idle, _ = self._loops.pop(asyncio.get_running_loop(), (None, None))
+        self._drop(asyncio.get_running_loop())
+
+    def _drop(self, loop: asyncio.AbstractEventLoop) -> None:
+        idle, _ = self._loops.pop(loop, (None, None))
         if idle is not None:
             idle.close()
 

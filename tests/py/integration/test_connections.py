@@ -18,7 +18,7 @@ from pgdefer import App, current_job
 from pgdefer.database import connection
 from pgdefer.database.source import Source
 
-from .conftest import Jobs, running, until
+from .conftest import Jobs, running, until, wait_for
 
 pytestmark = pytest.mark.client
 
@@ -86,6 +86,20 @@ async def test_many_calls_at_once_share_connections(narrow: str, jobs: Jobs) -> 
         with ThreadPoolExecutor(20) as pool:
             deferred += list(pool.map(app.defer, ["t"] * 100))
     assert len({job.id for job in deferred}) == len(jobs()) == 200
+
+
+def test_event_loops_that_have_ended_leave_no_connections(narrow: str, conn: Connection) -> None:
+    app = App(narrow, max_connections=2)
+
+    async def defer() -> None:
+        await asyncio.gather(*(app.defer_async("t") for _ in range(10)))
+
+    own = "select count(*) from pg_stat_activity where usename = 'narrow'"
+    for _ in range(3):
+        asyncio.run(defer())
+        assert len(app.client.own_pool_async._loops) == 1
+        wait_for(lambda: conn.execute(own).fetchone() == (2,))
+    app.client.own_pool_async.close_idle()
 
 
 async def test_who_waits_for_results_keeps_no_one_from_deferring(app: App, jobs: Jobs) -> None:
