@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import collections
 import contextlib
+import itertools
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,6 +33,10 @@ FATAL = frozenset({"QJ008", "QJ090", "22023", "42501", "3F000", "42883", "42P01"
 # refused with them this often is itself the cause.
 DOUBTFUL = frozenset({"XX", "57014"})
 TRIES = 20
+# How long the outcomes of one call are together, in characters, and how long a single one may be:
+# the server closes the connection for a message of 1 GB, and jsonb holds no more than 256 MB.
+MAX_CALL = 64_000_000
+MAX_OUTCOME = 256_000_000
 
 Outcome = tuple[Claim, str]
 
@@ -55,9 +61,11 @@ class Completer:
             self.has_others = True
 
     def take(self) -> list[Outcome]:
-        """Return all outcomes to send now."""
-        sending, self.unsent = self.unsent, []
-        self.has_others = False
+        """Return the outcomes to send now: all, unless they are too long for one call."""
+        lengths = [*itertools.accumulate(len(outcome) for _, outcome in self.unsent)]
+        count = max(bisect.bisect(lengths, MAX_CALL), 1)
+        sending, self.unsent = self.unsent[:count], self.unsent[count:]
+        self.has_others = self.has_others and bool(self.unsent)
         return sending
 
     def put_back(self, sending: Sequence[Outcome]) -> None:
@@ -101,10 +109,11 @@ class Completer:
     async def send_all(self, connection: Connection) -> None:
         """Send all outcomes; if one gets the call refused, send each alone."""
         for _ in range(2):  # replacements of refused ones are sent the second time
-            sending = self.take()
-            if not sending:
-                return
-            await self.send_apart(connection, sending)
+            left = len(self.unsent)
+            while left:
+                sending = self.take()
+                left -= len(sending)
+                await self.send_apart(connection, sending)
 
     async def _send_one(self, connection: Connection, claim: Claim, outcome: str) -> None:
         """Send an outcome; if the database can't store it, the closest one that it can.
@@ -206,5 +215,11 @@ def may_be_taken_later(error: psycopg.Error) -> bool:
 
 
 def outcomes_json(sending: Iterable[Outcome]) -> str:
-    """Return the array that queue.finish_many takes."""
-    return f"[{','.join([text for _, text in sending])}]"
+    """Return the array that queue.finish_many takes. Raises psycopg.Error if it is too long."""
+    texts = [text for _, text in sending]
+    if sum(map(len, texts)) > MAX_OUTCOME:
+        raise psycopg.errors.ProgramLimitExceeded(
+            f"it has more than {MAX_OUTCOME:,} characters: let the handler store such a result "
+            "elsewhere, and return where"
+        )
+    return f"[{','.join(texts)}]"

@@ -1,0 +1,93 @@
+"""Outcomes are sent in calls of bounded length."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, cast
+
+import pytest
+
+from pgdefer import App
+from pgdefer.database import sql
+from pgdefer.database.connection import Connection
+from pgdefer.tasks.context import JobContext
+from pgdefer.worker import completer, outcomes
+from pgdefer.worker.claim import Claim
+from pgdefer.worker.completer import Completer
+from pgdefer.worker.reporting import Reporter
+
+
+class Database:
+    """Accepts outcomes, but raises instead of the answers to the calls with these numbers."""
+
+    encoding = "UTF8"
+
+    def __init__(self, answers: dict[int, Exception] | None = None) -> None:
+        self.calls: list[str] = []
+        self._answers = answers or {}
+
+    async def call(self, statement: sql.Statement, **given: Any) -> list[Any]:
+        assert statement is sql.FINISH_MANY
+        self.calls.append(given["outcomes"])
+        if error := self._answers.get(len(self.calls)):
+            raise error
+        return [(each["id"], each["claim"], "failed", None) for each in self.ids()[-1]]
+
+    def ids(self) -> list[list[dict[str, Any]]]:
+        return [json.loads(text) for text in self.calls]
+
+
+class Taken(Reporter):
+    """Records the jobs whose outcomes were accepted."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.ids: list[int] = []
+
+    def taken(self, claim: Claim, outcome: str, state: str) -> None:
+        self.ids.append(claim.job.id)
+
+
+def claim(id: int) -> Claim:
+    row: Any = (id, 100 + id, "t", "\1{}", "q", 0, None, 1, *[None] * 6)
+    return Claim(JobContext(App("dbname=nowhere").client, row), None, 0.0)
+
+
+def filled(reporter: Reporter, lengths: list[int]) -> Completer:
+    """Return one with successes of these lengths, for jobs from 1."""
+    made = Completer(reporter)
+    for id, length in enumerate(lengths, 1):
+        bare = outcomes.succeeded(id, 100 + id, '""')
+        text = outcomes.succeeded(id, 100 + id, f'"{"x" * (length - len(bare))}"')
+        assert len(text) == length
+        made.add(claim(id), text)
+    return made
+
+
+def sent(database: Database) -> list[list[int]]:
+    return [[each["id"] for each in call] for call in database.ids()]
+
+
+async def test_long_outcomes_are_sent_in_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completer, "MAX_CALL", 1000)
+    taken, database = Taken(), Database()
+    sender = filled(taken, [400, 600, 400, 601, 100, 2000, 100])
+    await sender.send_all(cast("Connection", database))
+    assert sent(database) == [[1, 2], [3], [4, 5], [6], [7]]
+    assert taken.ids == [1, 2, 3, 4, 5, 6, 7]
+    assert sender.unsent == []
+
+
+async def test_an_outcome_that_is_too_long_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(completer, "MAX_CALL", 1000)
+    monkeypatch.setattr(completer, "MAX_OUTCOME", 3000)
+    taken, database = Taken(), Database()
+    sender = filled(taken, [100, 3001, 100])
+    await sender.send_all(cast("Connection", database))
+    assert taken.ids == [1, 2, 3]
+    assert sent(database) == [[1], [2], [3]]
+    noted = outcomes.without_result('{"id":2,"claim":102,"outcome":"succeeded","result":1}', 2, 102)
+    assert database.calls[1] == f"[{noted}]"
+    assert "more than 3,000 characters" in caplog.text
