@@ -96,14 +96,16 @@ class Completer:
 
     async def send_apart(self, connection: Connection, sending: Sequence[Outcome]) -> None:
         """Send outcomes of which one may get the call refused: if so, send each alone."""
+        unanswered = collections.deque(sending)
         try:
             try:
                 await self.send(connection, sending)
             except psycopg.Error:
-                for claim, outcome in sending:
-                    await self._send_one(connection, claim, outcome)
+                while unanswered:
+                    await self._send_one(connection, *unanswered[0])
+                    unanswered.popleft()
         except (ConnectionLost, asyncio.CancelledError):
-            self.put_back(sending)
+            self.put_back(unanswered)
             raise
 
     async def send_all(self, connection: Connection) -> None:

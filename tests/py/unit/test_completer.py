@@ -1,15 +1,16 @@
-"""Outcomes are sent in calls of bounded length."""
+"""Outcomes are sent in calls of bounded length, and put back only if there was no answer."""
 
 from __future__ import annotations
 
 import json
 from typing import Any, cast
 
+import psycopg
 import pytest
 
 from pgdefer import App
 from pgdefer.database import sql
-from pgdefer.database.connection import Connection
+from pgdefer.database.connection import Connection, ConnectionLost
 from pgdefer.tasks.context import JobContext
 from pgdefer.worker import completer, outcomes
 from pgdefer.worker.claim import Claim
@@ -91,3 +92,17 @@ async def test_an_outcome_that_is_too_long_is_replaced(
     noted = outcomes.without_result('{"id":2,"claim":102,"outcome":"succeeded","result":1}', 2, 102)
     assert database.calls[1] == f"[{noted}]"
     assert "more than 3,000 characters" in caplog.text
+
+
+async def test_a_loss_amid_outcomes_that_are_sent_alone() -> None:
+    """Those that the database has accepted are not sent, and not reported, again."""
+    refusal = psycopg.errors.QueryCanceled("canceling statement due to user request")
+    taken, database = Taken(), Database({1: refusal, 3: ConnectionLost("it was cut")})
+    sender = filled(taken, [100, 100, 100])
+    with pytest.raises(ConnectionLost):
+        await sender.send_all(cast("Connection", database))
+    assert taken.ids == [1]
+    assert [each.job.id for each, _ in sender.unsent] == [2, 3]
+    await sender.send_all(cast("Connection", database))
+    assert sent(database) == [[1, 2, 3], [1], [2], [2, 3]]
+    assert taken.ids == [1, 2, 3]
