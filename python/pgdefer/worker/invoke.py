@@ -18,6 +18,7 @@ from pgdefer.database.execute import execute
 from pgdefer.database.pool import SyncPool
 from pgdefer.tasks.context import JobContext, RetryLater
 from pgdefer.tasks.task import Task
+from pgdefer.worker.forked import EndedIfForked
 from pgdefer.worker.outcomes import Settled
 from pgdefer.worker.transaction import (
     OwnPart,
@@ -44,7 +45,8 @@ log = logger("pgdefer.worker")
 def call_handler(task: Task[..., Any], positional: list[Any], named: dict[str, Any]) -> object:
     """Return what a handler returned, or the RetryLater that it raised."""
     try:
-        return check_has_run(task.function(*positional, **named))
+        with EndedIfForked():
+            return check_has_run(task.function(*positional, **named))
     except RetryLater as asked:
         return asked
 

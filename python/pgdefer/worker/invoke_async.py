@@ -17,6 +17,7 @@ from pgdefer.database.execute_async import execute_async
 from pgdefer.database.pool import AsyncPool
 from pgdefer.tasks.context import JobContext, RetryLater
 from pgdefer.tasks.task import Task
+from pgdefer.worker.forked import EndedIfForked
 from pgdefer.worker.outcomes import Settled
 from pgdefer.worker.transaction import (
     OwnPart,
@@ -45,7 +46,8 @@ async def call_handler_async(
 ) -> object:
     """Return what a handler returned, or the RetryLater that it raised."""
     try:
-        return check_has_run(await task.function(*positional, **named))
+        with EndedIfForked():
+            return check_has_run(await task.function(*positional, **named))
     except RetryLater as asked:
         return asked
 

@@ -10,6 +10,7 @@ from pgdefer.tasks.batch import BatchJob, outcomes_of
 from pgdefer.tasks.context import JobContext, RetryLater, enter_job, leave_job
 from pgdefer.tasks.task import Task
 from pgdefer.worker.ending import outcome_of, stops_with, success
+from pgdefer.worker.forked import EndedIfForked
 from pgdefer.worker.handler import middleware
 from pgdefer.worker.transaction import check_has_run
 
@@ -70,8 +71,9 @@ def _begin(task: Task[..., Any], job: BatchJob[Any], decode: Callable[[JobContex
 def _call(task: Task[..., Any], jobs: list[BatchJob[Any]]) -> list[object]:
     """Call the handler; return what it says of each job. What it raises, it says of all."""
     try:
-        # Its own list: it may change that.
-        said = check_has_run(task.function(list(jobs)))
+        with EndedIfForked():
+            # Its own list: it may change that.
+            said = check_has_run(task.function(list(jobs)))
         return outcomes_of(task.name, jobs, said)
     except BaseException as error:
         return [error] * len(jobs)

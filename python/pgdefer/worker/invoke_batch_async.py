@@ -9,6 +9,7 @@ from pgdefer.tasks.batch import BatchJob, outcomes_of
 from pgdefer.tasks.context import JobContext, RetryLater, enter_job, leave_job
 from pgdefer.tasks.task import Task
 from pgdefer.worker.ending import outcome_of, stops_with, success
+from pgdefer.worker.forked import EndedIfForked
 from pgdefer.worker.handler import middleware_async
 from pgdefer.worker.transaction import check_has_run
 
@@ -71,8 +72,9 @@ async def _begin_async(
 async def _call_async(task: Task[..., Any], jobs: list[BatchJob[Any]]) -> list[object]:
     """Call the handler; return what it says of each job. What it raises, it says of all."""
     try:
-        # Its own list: it may change that.
-        said = check_has_run(await task.function(list(jobs)))
+        with EndedIfForked():
+            # Its own list: it may change that.
+            said = check_has_run(await task.function(list(jobs)))
         return outcomes_of(task.name, jobs, said)
     except BaseException as error:
         return [error] * len(jobs)

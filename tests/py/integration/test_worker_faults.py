@@ -599,6 +599,75 @@ async def test_an_event_loop_that_is_blocked(
     ]
 
 
+FORKS = """
+import os, signal, sys
+from pgdefer import App
+
+app = App({dsn!r})
+
+
+def fork(how):
+    child = os.fork()
+    if not child:
+        signal.alarm(30)  # or it would live on as a worker
+        if how == "returns":
+            return "from the child"
+        raise SystemExit(3) if how == "exits" else ValueError(how)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@app.task(name="sync")
+def sync(how):
+    return fork(how)
+
+
+@app.task(name="async")
+async def coroutine(how):
+    return fork(how)
+
+
+@app.task(name="process", run_in="process")
+def process(how):
+    return fork(how)
+
+
+@app.task(name="batch", batch=5)
+def batch(jobs):
+    return [fork(job.args["how"]) for job in jobs]
+
+
+@app.task(name="async_batch", batch=5)
+async def async_batch(jobs):
+    return [fork(job.args["how"]) for job in jobs]
+
+
+@app.task(name="transactional", transactional=True)
+def transactional(connection, how):
+    return fork(how)
+
+
+if __name__ == "__main__":
+    app.run_worker(drain=True)
+"""
+
+
+def test_what_a_handler_forks_is_no_second_worker(app: App, tmp_path: Path) -> None:
+    """It ends where it leaves the handler, and the job goes on to its own end."""
+    path = tmp_path / "forks.py"
+    path.write_text(FORKS.format(dsn=app.source.conninfo()))
+    codes = {"returns": 0, "exits": 3, "raises": 1}
+    kinds = ["sync", "async", "process", "batch", "async_batch", "transactional"]
+    made = {(kind, how): app.defer(kind, {"how": how}) for kind in kinds for how in codes}
+    app.close()
+    done = subprocess.run(
+        [sys.executable, str(path)], check=False, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert {key: job.result(0) for key, job in made.items()} == {
+        (kind, how): codes[how] for kind, how in made
+    }
+
+
 @pytest.mark.long
 def test_a_zombie_that_wakes_late(app: App, jobs: Jobs, program: Program) -> None:
     options = {"heartbeat_every": 0.3, "dead_after": 1.5, "concurrency": 2}

@@ -45,7 +45,7 @@ LAYERS = [
     tasks.blueprint
     worker.probes worker.prefetch
     worker.options worker.slots worker.threads worker.memory worker.supervisor worker.state
-    worker.unix_signals worker.databases worker.turnstile worker.uncancelled
+    worker.unix_signals worker.databases worker.turnstile worker.uncancelled worker.forked
     worker.outcomes worker.listener
     worker.ending worker.claim
     worker.transaction worker.heartbeat
