@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import datetime as dt
 import os
@@ -18,6 +17,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.datetime import TimestamptzBinaryLoader, TimestamptzLoader
 
 from pgdefer.database import sql
+from pgdefer.database.own_threads import in_own_thread
 from pgdefer.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -187,7 +187,7 @@ class Source:
     async def _conninfo_async(self, *, restart: bool) -> str:
         if self.kind != "embedded":
             return self.conninfo()
-        return await asyncio.to_thread(self.conninfo, restart=restart)
+        return await in_own_thread(self.conninfo, restart=restart)
 
     async def _connect_async(self, conninfo: str) -> AsyncPsycopgConnection:
         connection = await psycopg.AsyncConnection.connect(

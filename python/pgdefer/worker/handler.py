@@ -13,6 +13,7 @@ import psycopg
 from pgdefer._text import logger
 from pgdefer.database import sql
 from pgdefer.database.execute import execute
+from pgdefer.database.own_threads import in_own_thread
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.tasks.context import JobContext, Middleware, enter_job
 from pgdefer.tasks.error_report import error_text
@@ -154,7 +155,7 @@ async def decode_args_async(job: JobContext) -> dict[str, Any]:
     if how == "direct":
         args = codec.decode_stored(job._stored)
     elif how == "thread":
-        args = await asyncio.to_thread(codec.decode_stored, job._stored)
+        args = await in_own_thread(codec.decode_stored, job._stored)
     else:
         args = await codec.decode_stored_async(job._stored)
     return args

@@ -18,6 +18,7 @@ from pgdefer._text import logger
 from pgdefer.database import sql
 from pgdefer.database.backoff import Backoff
 from pgdefer.database.connection import Connection, ConnectionLost, Rows
+from pgdefer.database.own_threads import in_own_thread
 from pgdefer.database.source import Source
 from pgdefer.errors import describe, sqlstate_of
 from pgdefer.options import interval_text
@@ -78,7 +79,7 @@ class HeartbeatThread:
         if self._thread.ident is not None:
             assert self._loop is not None
             self.call(self._loop.stop)
-            await asyncio.to_thread(self._thread.join, 2.0)
+            await in_own_thread(self._thread.join, 2.0)
 
     def _run(self) -> None:
         with asyncio.Runner() as runner:

@@ -16,6 +16,7 @@ from pgdefer._text import database_in_logs, logger
 from pgdefer.client.base import Refusal
 from pgdefer.client.client import Client
 from pgdefer.database.backoff import Backoff
+from pgdefer.database.own_threads import in_own_thread
 from pgdefer.database.source import Source
 from pgdefer.errors import InvalidParameter, PgDeferError, describe, translate
 from pgdefer.tasks.registry import Registry
@@ -180,7 +181,7 @@ class MultiWorker:
     async def _close(self) -> None:
         """Close what the workers have shared. May be repeated."""
         if self.probes is not None:
-            await asyncio.to_thread(self.probes.close)
+            await in_own_thread(self.probes.close)
         await self._shared.heartbeats.stop()
         self._shared.threads.close()
 
@@ -263,7 +264,7 @@ class MultiWorker:
         """Follow the file."""
         while not self._is_stopping:
             await asyncio.sleep(LOOK)
-            found = await asyncio.to_thread(file.changed)
+            found = await in_own_thread(file.changed)
             if found is None or self._is_stopping:
                 continue
             self._listed = found

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
 
+from pgdefer.database.own_threads import in_own_thread
 from pgdefer.errors import PgDeferError
 from pgdefer.tasks.context import JobContext, RetryLater, enter_job, leave_job
 from pgdefer.tasks.failure_policy import RETRY_POLICY_ONLY, Decision
@@ -214,7 +215,7 @@ class JobStream:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leave(kind)
         if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+            await in_own_thread(self._thread.join)
 
     async def __aiter__(self) -> AsyncIterator[ClaimedJob]:
         while True:

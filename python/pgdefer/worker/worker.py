@@ -16,6 +16,7 @@ from typing import Any, Unpack
 from pgdefer._text import logger
 from pgdefer.database import sql
 from pgdefer.database.connection import Connection, Rows
+from pgdefer.database.own_threads import in_own_thread
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.options import as_list
 from pgdefer.tasks.registry import Registry
@@ -349,7 +350,7 @@ class Worker:
         self._pool.close()
         self._async_pool.close_idle()
         self.app.client.close_idle()
-        self._spawn(asyncio.to_thread(self._process_runner.close_idle))
+        self._spawn(in_own_thread(self._process_runner.close_idle))
 
     def _is_elsewhere(self) -> bool:
         """Whether this is another thread than the worker's."""
@@ -372,13 +373,13 @@ class Worker:
         await self._reporter.call("worker_stop", self)
         await self._reporter.close()
         if self.probes is not None:
-            await asyncio.to_thread(self.probes.close)
+            await in_own_thread(self.probes.close)
         for task in list(self._background):
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         self.listener.close()
         self._connection.close()
-        await asyncio.to_thread(self._process_runner.close)
+        await in_own_thread(self._process_runner.close)
         if self.shared is None:
             self._threads.close()
         self._pool.close()

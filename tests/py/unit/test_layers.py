@@ -15,6 +15,7 @@ LAYERS = [
     line.split()
     for line in """
     _version _text logs database.sql database.backoff database.watchdog database.server
+    database.own_threads
     errors
     options codec database.callers
     database.install database.moving

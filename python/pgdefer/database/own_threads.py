@@ -1,0 +1,46 @@
+"""Calls in threads of their own: the event loop's default executor is the handlers'."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+__all__ = ["in_own_thread"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def in_own_thread(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """Call a function in a thread, and return what it returns, or raise what it raises.
+
+    asyncio.to_thread would wait for handlers that fill the default executor, perhaps for ever. And
+    this thread does not keep the process alive.
+    """
+    loop = asyncio.get_running_loop()
+    ended: asyncio.Future[None] = loop.create_future()
+    context = contextvars.copy_context()
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def tell() -> None:
+        if not ended.done():
+            ended.set_result(None)
+
+    def work() -> None:
+        try:
+            results.append(context.run(function, *args, **named))
+        except BaseException as error:
+            errors.append(error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(tell)
+
+    threading.Thread(target=work, name="pgdefer-call", daemon=True).start()
+    await ended
+    if errors:
+        raise errors[0]
+    return results[0]
