@@ -536,8 +536,16 @@ def _run_many(
 
 
 def _run(worker: Worker | MultiWorker) -> None:
-    with reported():
-        worker.run()
+    try:
+        with reported():
+            worker.run()
+    except Exception as error:
+        if not worker.unresponsive:
+            raise
+        if isinstance(error, typer.Exit):
+            _leave(Exit(error.exit_code))
+        sys.excepthook(type(error), error, error.__traceback__)
+        _leave(Exit.ERROR)
     if worker.given_back:
         _leave(Exit.GAVE_BACK)
     if worker.unresponsive:
@@ -545,7 +553,7 @@ def _run(worker: Worker | MultiWorker) -> None:
 
 
 def _leave(code: Exit) -> NoReturn:
-    """Exit at once: handlers that did not end when told to would keep the process alive."""
+    """Exit at once: what did not end when told to would keep the process alive."""
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()

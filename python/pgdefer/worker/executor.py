@@ -404,6 +404,10 @@ class Executor:
             self.unresponsive += claim.coroutine is not None
             self.give_back(claim)
 
+    def note_unresponsive(self, count: int) -> None:
+        """Count the tasks and threads that go on; those of handlers may be counted already."""
+        self.unresponsive = max(self.unresponsive, count)
+
     # Aborts
 
     def abort(self, claim: Claim, reason: str) -> None:

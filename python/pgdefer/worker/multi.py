@@ -135,14 +135,14 @@ class MultiWorker:
 
     @property
     def unresponsive(self) -> int:
-        """The number of coroutines that did not end when told to."""
+        """The number of coroutines that did not end when told to; after `run`, also of threads."""
         return self._unresponsive + sum(worker.unresponsive for worker in self._all_workers())
 
     # Life
 
     def run(self) -> None:
         """Run until SIGTERM or SIGINT, then end as `stop` says; again, or SIGQUIT: at once."""
-        run_until_signal(self)
+        run_until_signal(self.run_async, self._note_unresponsive)
 
     async def run_async(self, *, handle_signals: bool = False) -> None:
         """Run until `stop`. Cancelled, stop: at once, unless there is a `shutdown_timeout`.
@@ -342,6 +342,9 @@ class MultiWorker:
         self._finished += worker.finished
         self._given_back += worker.given_back
         self._unresponsive += worker.unresponsive
+
+    def _note_unresponsive(self, count: int) -> None:
+        self._unresponsive = max(self._unresponsive, count)
 
     # Probes
 

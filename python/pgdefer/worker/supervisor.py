@@ -30,6 +30,8 @@ BEAT = 1.0
 MISSES = 30
 # How long a process that must end at once may take to report its jobs.
 MARGIN = 10.0
+# How many signs of life a process may send when its worker has ended: hooks may take 20 seconds.
+STAYS = 30
 
 
 class SupervisorChannel:
@@ -86,9 +88,10 @@ class Supervisor:
     A process that has ended its worker is replaced at once, unless `is_drain` is set: then it has
     found nothing to do. A process that fails, dies or sends no sign of life for 30 seconds
     (`dead_after`, if that is longer) is replaced after a delay, which grows from 0.1 to 5 seconds
-    until a process has lived for 30. If a process fails before it has registered, all are ended if
-    none has ever registered, or if its exit code is in `fatal`. But if a signal has killed it,
-    which says nothing about its configuration, each is tried once more.
+    until a process has lived for 30. One that stays for 30 seconds after its worker's end is
+    killed. If a process fails before it has registered, all are ended if none has ever registered,
+    or if its exit code is in `fatal`. But if a signal has killed it, which says nothing about its
+    configuration, each is tried once more.
 
     `command` is the command of a worker; `arguments` follow the options of its channel.
 
@@ -167,7 +170,7 @@ class Supervisor:
         self._running.discard(process)
         if self._stopping.is_set() and code in (0, -signal.SIGTERM, -signal.SIGQUIT):
             return 0  # it had not begun, or was done
-        if code == 0 and process.is_done:
+        if process.is_done and code in (0, -signal.SIGKILL):
             return 0
         how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         log.error("%r ended with %s", process, how)
@@ -225,6 +228,8 @@ class WorkerProcess:
         self.beats = 0
         self._misses = misses
         self._missed = 0
+        # For how long after the end of its worker.
+        self._stayed = 0
         self._rest = b""
         self._loop = asyncio.get_running_loop()
         self._ended = self._loop.create_future()
@@ -256,6 +261,10 @@ class WorkerProcess:
                 if self._missed > self._misses:
                     silence = self._misses * BEAT
                     log.error("%r has shown no life for %g seconds: killed", self, silence)
+                    self.send(signal.SIGKILL)
+                self._stayed = self._stayed + 1 if self.is_done else 0
+                if self._stayed > STAYS:
+                    log.error("%r has ended its worker and goes on: killed", self)
                     self.send(signal.SIGKILL)
                 if self._ended.done():
                     await asyncio.to_thread(self._process.wait)

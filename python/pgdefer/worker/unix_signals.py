@@ -7,27 +7,73 @@ import contextlib
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
+
+from pgdefer.database.own_threads import in_own_thread
 
 __all__ = ["run_until_signal", "signals"]
 
-
-class _Runnable(Protocol):
-    @property
-    def unresponsive(self) -> int: ...
-
-    def run_async(self, *, handle_signals: bool) -> Coroutine[Any, Any, None]: ...
+# How long what handlers and hooks have left has to end when it is told to.
+GRACE = 1.0
 
 
-def run_until_signal(worker: _Runnable) -> None:
-    """Run a worker, which turns signals into stops, in an event loop of its own."""
+class _Run(Protocol):
+    def __call__(self, *, handle_signals: bool) -> Coroutine[Any, Any, None]: ...
+
+
+def run_until_signal(run: _Run, on_left: Callable[[int], object]) -> None:
+    """Run a worker, which turns signals into stops, in an event loop of its own.
+
+    asyncio.run would wait for every task and thread that handlers have left, perhaps for ever. If
+    some do not end when told to, `on_left` is called with their number, and the loop stays open.
+    """
     runner = asyncio.Runner()
+    # The default executor of the loop, which does not tell whether it is busy.
+    threads = ThreadPoolExecutor(thread_name_prefix="asyncio")
+    workers: list[asyncio.Task[Any] | None] = []
+
+    async def work() -> None:
+        asyncio.get_running_loop().set_default_executor(threads)
+        workers.append(asyncio.current_task())
+        await run(handle_signals=True)
+
     try:
-        runner.run(worker.run_async(handle_signals=True))
+        runner.run(work())
     finally:
-        # Closing waits for every coroutine: not for those that would not end when told to.
-        if not worker.unresponsive:
+        if left := runner.run(_end(filter(None, workers), threads)):
+            on_left(left)
+        else:
             runner.close()
+
+
+async def _end(workers: Iterator[asyncio.Task[Any]], threads: ThreadPoolExecutor) -> int:
+    """End all tasks and threads; return how many go on. A worker has limits of its own."""
+    with signals(_nothing, _nothing):
+        for worker in workers:
+            if not worker.done():  # a handler has interrupted the loop
+                _cancel_others()
+                await asyncio.wait([worker])
+        left = await _wait(_cancel_others())
+        ends = [in_own_thread(threads.shutdown), asyncio.get_running_loop().shutdown_asyncgens()]
+        return left + await _wait({asyncio.ensure_future(end) for end in ends})
+
+
+def _cancel_others() -> set[asyncio.Task[Any]]:
+    """Cancel the tasks beside the current one, and return them."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    return others
+
+
+async def _wait(tasks: set[asyncio.Task[Any]]) -> int:
+    """Let tasks end; return how many do not in time."""
+    return len((await asyncio.wait(tasks, timeout=GRACE))[1]) if tasks else 0
+
+
+def _nothing() -> None:
+    """Ignore a signal: the end has a limit."""
 
 
 @contextlib.contextmanager

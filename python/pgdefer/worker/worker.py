@@ -155,14 +155,14 @@ class Worker:
 
     @property
     def unresponsive(self) -> int:
-        """The number of coroutines that did not end when told to."""
+        """The number of coroutines that did not end when told to; after `run`, also of threads."""
         return self.executor.unresponsive
 
     # Life
 
     def run(self) -> None:
         """Run until SIGTERM or SIGINT, then end as `stop` says; again, or SIGQUIT: at once."""
-        run_until_signal(self)
+        run_until_signal(self.run_async, self.executor.note_unresponsive)
 
     async def run_async(self, *, handle_signals: bool = False) -> None:
         """Run until `stop`. Cancelled, stop: at once, unless there is a `shutdown_timeout`."""
