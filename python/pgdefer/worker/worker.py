@@ -364,9 +364,10 @@ class Worker:
 
     async def _end(self) -> None:
         """Give back what runs, report and leave. Each part has a limit, and may be repeated."""
-        running = [one.coroutine for one in self.executor.running if one.coroutine]
-        if running:
-            await asyncio.wait(running, timeout=GRACE)
+        loop = asyncio.get_running_loop()
+        end = loop.time() + GRACE
+        while self.executor.running and (left := end - loop.time()) > 0:
+            await self.state.wait(left)
         self.executor.give_back_all()
         await self.heartbeat.stop()
         await self.fetcher.close(GRACE)

@@ -426,6 +426,28 @@ async def test_a_stop_that_kills_and_gives_back(
     await until(lambda: not multiprocessing.active_children())
 
 
+async def test_a_cancel_kills_before_it_gives_back(
+    tasks: Any, app: App, jobs: Jobs, tmp_path: Path
+) -> None:
+    is_running = tmp_path / "deaf"
+    seen: list[Any] = []
+
+    @app.on("worker_stop")
+    async def stop(worker: Worker) -> None:
+        """The jobs have been reported; the worker's processes are closed only later."""
+        await until(lambda: not multiprocessing.active_children())
+        seen.append(list(jobs.states().values()))
+
+    await tasks.deaf.defer_async(str(is_running))
+    working = asyncio.create_task(app.run_worker_async())
+    await until(is_running.exists)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    await app.close_async()
+    assert seen == [["ready"]]
+
+
 async def test_a_graceful_stop(tasks: Any, app: App, jobs: Jobs, tmp_path: Path) -> None:
     is_running, end = tmp_path / "slow", tmp_path / "end"
     job = await tasks.slow.defer_async(str(is_running), str(end))

@@ -1812,6 +1812,35 @@ async def test_a_worker_that_is_cancelled_twice_gives_jobs_back(
     assert conn.execute("select from queue.workers where is_alive").fetchall() == []
 
 
+async def test_a_worker_that_is_cancelled_waits_for_threads(
+    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job does not go back while its handler cleans up."""
+    monkeypatch.setattr("pgdefer.worker.worker.GRACE", 300)
+    is_told, may_end = threading.Event(), threading.Event()
+
+    @app.task(name="t")
+    def task() -> None:
+        while not current_job().should_abort():
+            time.sleep(0.005)
+        is_told.set()
+        may_end.wait()
+
+    app.defer("t")
+    worker = Worker(app)
+    working = asyncio.create_task(worker.run_async())
+    await until(lambda: bool(worker.executor.running))
+    working.cancel()
+    await until(is_told.is_set)
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+        assert list(jobs.states().values()) == ["running"]
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert list(jobs.states().values()) == ["succeeded"]
+
+
 async def test_a_handler_that_cancels_itself_fails(app: App, jobs: Jobs) -> None:
     async def cancel() -> None:
         own = asyncio.current_task()
