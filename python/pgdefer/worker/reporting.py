@@ -25,6 +25,8 @@ log = logger("pgdefer.job")
 
 # How long hooks may continue when the worker ends, in seconds.
 HOOK_SECONDS = 10.0
+# How long one has to end when it is cancelled.
+GRACE = 1.0
 # How many hooks that are not coroutines run at a time.
 MOST = 32
 
@@ -132,10 +134,22 @@ class Reporter:
         try:
             async with limit or asyncio.timeout(HOOK_SECONDS):
                 for hook in left:
-                    await self._call(event, hook, about)
+                    await self._call_in_time(event, hook, about)
         except TimeoutError:
             log.warning("the worker waits no longer for the hook %r of %s", hook, event)
             self._in_threads.clear()
+
+    async def _call_in_time(self, event: str, hook: Callable[[Any], Any], about: Any) -> None:
+        """Call a hook. Cancelled, cancel it; if it swallows that, wait no longer than a moment."""
+        calling = asyncio.get_running_loop().create_task(self._call(event, hook, about))
+        try:
+            await asyncio.wait([calling])
+        except asyncio.CancelledError:
+            calling.cancel()
+            await asyncio.wait([calling], timeout=GRACE)
+            raise
+        if not calling.cancelled():  # by the hook itself
+            calling.result()
 
     async def _call(self, event: str, hook: Callable[[Any], Any], about: Any) -> None:
         task = asyncio.current_task()

@@ -18,6 +18,7 @@ import psycopg
 import pytest
 
 from pgdefer import App, Deferral, JobContext, JobEvent, Retry, RetryLater, Worker, current_job
+from pgdefer.worker import reporting
 
 from .conftest import Jobs, running, until
 
@@ -405,6 +406,34 @@ def test_a_hook_that_hangs_does_not_keep_the_worker(
             assert process.communicate(timeout=120)[0] == "ended\n"
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("event", ["worker_start", "worker_stop"])
+async def test_a_hook_that_swallows_its_cancel_does_not_keep_the_worker(
+    app: App, monkeypatch: pytest.MonkeyPatch, event: Any
+) -> None:
+    monkeypatch.setattr(reporting, "LAST", 0.1)
+    begun, is_over = asyncio.Event(), asyncio.Event()
+
+    @app.on(event)
+    async def hang(worker: Worker) -> None:
+        begun.set()
+        while not is_over.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await is_over.wait()
+
+    worker = Worker(app)
+    working = asyncio.create_task(worker.run_async())
+    if event == "worker_stop":
+        await until(lambda: worker.id)
+        worker.stop()
+    await begun.wait()
+    worker.stop()
+    done, _ = await asyncio.wait([working], timeout=60)
+    is_over.set()
+    await working
+    assert done == {working}
+    await app.close_async()
 
 
 async def test_a_worker_is_cancelled_while_hooks_hang(app: App) -> None:
