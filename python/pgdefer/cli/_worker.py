@@ -272,7 +272,7 @@ def worker(
 
     SIGTERM and SIGINT let running jobs end. A second one, or SIGQUIT, aborts them at once.
 
-    Exits with 8 if running jobs were given back because they did not end in time.
+    Exits with 8 if jobs that did not end in time were given back, or if ends could not be reported.
     """
     if context.invoked_subcommand is not None:
         return
@@ -546,7 +546,7 @@ def _run(worker: Worker | MultiWorker) -> None:
             _leave(Exit(error.exit_code))
         sys.excepthook(type(error), error, error.__traceback__)
         _leave(Exit.ERROR)
-    if worker.given_back:
+    if worker.given_back or worker.unreported:
         _leave(Exit.GAVE_BACK)
     if worker.unresponsive:
         _leave(Exit.DONE)

@@ -103,7 +103,7 @@ class MultiWorker:
         self._news: asyncio.Event | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         # Of workers that have ended.
-        self._finished = self._given_back = self._unresponsive = 0
+        self._finished = self._given_back = self._unreported = self._unresponsive = 0
         self._errors: dict[str, str] = {}
 
     # What has become of its jobs, as of a Worker
@@ -132,6 +132,11 @@ class MultiWorker:
     def given_back(self) -> int:
         """The number of running jobs that were given back for a stop."""
         return self._given_back + sum(worker.given_back for worker in self._all_workers())
+
+    @property
+    def unreported(self) -> int:
+        """The number of outcomes that databases have not accepted yet; after the end: never."""
+        return self._unreported + sum(worker.unreported for worker in self._all_workers())
 
     @property
     def unresponsive(self) -> int:
@@ -341,6 +346,7 @@ class MultiWorker:
             self._slots.forget(served.share)
         self._finished += worker.finished
         self._given_back += worker.given_back
+        self._unreported += worker.unreported
         self._unresponsive += worker.unresponsive
 
     def _note_unresponsive(self, count: int) -> None:

@@ -154,6 +154,11 @@ class Worker:
         return self.executor.given_back
 
     @property
+    def unreported(self) -> int:
+        """The number of outcomes that the database has not accepted yet; after the end: never."""
+        return len(self.completer.unsent)
+
+    @property
     def unresponsive(self) -> int:
         """The number of coroutines that did not end when told to; after `run`, also of threads."""
         return self.executor.unresponsive

@@ -15,11 +15,12 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg import sql
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgdefer import App, __version__
 from pgdefer.cli import Exit
 from pgdefer.database.install import Form, install
+from proxy import Proxy
 
 from .conftest import Jobs, wait_for
 
@@ -39,6 +40,12 @@ async def add(a: int, b: int) -> int:
 def stuck() -> None:
     print("started", flush=True)
     time.sleep(60)
+
+@app.task(name="until cut")
+def until_cut() -> None:
+    print("started", flush=True)
+    input()
+    print("ended", flush=True)
 """
 
 Connection = psycopg.Connection[Any]
@@ -212,6 +219,41 @@ def test_a_worker_that_gave_jobs_back_says_so(
     assert process.wait(300) == Exit.GAVE_BACK
     process.stdout.close()
     assert list(jobs.states().values()) == ["ready"]
+
+
+def test_a_worker_that_could_not_report_says_so(
+    dsn: str, jobs: Jobs, app: App, tmp_path: Path
+) -> None:
+    """Its job will run again, when the database sees that the worker is gone."""
+    named = conninfo_to_dict(dsn)
+    folder = Path(str(named["host"]))
+    proxy = Proxy(folder, 7005, int(named.get("port") or 5432))
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn=make_conninfo(dsn, port=7005)))
+    app.defer("until cut")
+    with subprocess.Popen(
+        [sys.executable, "-m", "pgdefer", "worker", "-A", "mod"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    ) as process:
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            assert process.stderr is not None
+            assert process.stdout.readline() == "started\n"
+            proxy.close()
+            print(file=process.stdin, flush=True)
+            assert process.stdout.readline() == "ended\n"
+            process.send_signal(signal.SIGQUIT)
+            assert "1 outcomes could not be reported" in process.stderr.read()
+            assert process.wait(300) == Exit.GAVE_BACK
+        finally:
+            process.kill()
+            proxy.close()
+            (folder / ".s.PGSQL.7005").unlink()
+    assert list(jobs.states().values()) == ["running"]
 
 
 def test_a_signal_while_a_worker_reports_its_end(
