@@ -16,12 +16,28 @@ __all__ = ["run_until_signal", "signals"]
 
 # How long what handlers and hooks have left has to end when it is told to.
 GRACE = 1.0
+# The signals that stop a worker.
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 
 
 class _Run(Protocol):
     def __call__(self, *, handle_signals: bool) -> Coroutine[Any, Any, None]: ...
 
 
+@contextlib.contextmanager
+def _put_back() -> Iterator[None]:
+    """Put back the program's handlers of signals afterwards; only the main thread has any."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in HANDLED if is_main}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:  # it is one that Python can't name
+                signal.signal(number, handler)
+
+
+@_put_back()
 def run_until_signal(run: _Run, on_left: Callable[[int], object]) -> None:
     """Run a worker, which turns signals into stops, in an event loop of its own.
 
@@ -82,7 +98,7 @@ def signals(on_stop: Callable[[], None], on_quit: Callable[[], None]) -> Iterato
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {signal.SIGTERM: on_stop, signal.SIGINT: on_stop, signal.SIGQUIT: on_quit}
+    handlers = dict(zip(HANDLED, (on_stop, on_stop, on_quit), strict=True))
     loop = asyncio.get_running_loop()
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)

@@ -117,6 +117,20 @@ async def test_a_full_executor_keeps_no_stream(full: threading.Event, app: App) 
     assert not full.is_set()
 
 
+def test_the_handlers_of_the_program_for_signals_are_put_back(app: App) -> None:
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+
+    def own(number: int, frame: Any) -> None: ...
+
+    before = {number: signal.signal(number, own) for number in numbers}
+    try:
+        app.run_worker(drain=True)
+        assert [signal.getsignal(number) for number in numbers] == [own] * 3
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def start(folder: Path, dsn: str, *options: str) -> subprocess.Popen[str]:
     """Run `pgdefer worker`."""
     (folder / "mod.py").write_text(MODULE.format(dsn=dsn))
