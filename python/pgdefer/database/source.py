@@ -17,6 +17,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.datetime import TimestamptzBinaryLoader, TimestamptzLoader
 
 from pgdefer.database import sql
+from pgdefer.database.addresses import with_addresses
 from pgdefer.database.own_threads import in_own_thread
 from pgdefer.errors import InvalidParameter
 
@@ -191,7 +192,9 @@ class Source:
 
     async def _connect_async(self, conninfo: str) -> AsyncPsycopgConnection:
         connection = await psycopg.AsyncConnection.connect(
-            conninfo, autocommit=True, prepare_threshold=None if self.pgbouncer else 5
+            await with_addresses(conninfo),
+            autocommit=True,
+            prepare_threshold=None if self.pgbouncer else 5,
         )
         adapt(connection.adapters)
         if not self.pgbouncer:

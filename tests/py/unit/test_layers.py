@@ -16,7 +16,7 @@ LAYERS = [
     for line in """
     _version _text logs database.sql database.backoff database.watchdog database.server
     database.own_threads
-    errors
+    errors database.addresses
     options codec database.callers
     database.install database.moving
     database.source
