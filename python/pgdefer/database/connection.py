@@ -59,7 +59,9 @@ class Connection:
                     connection = await self._connect()
             except TimeoutError as error:
                 raise ConnectionLost(f"no connection within {self.timeout:g} s") from error
-            except (psycopg.OperationalError, OSError) as error:
+            except ConnectionLost:
+                raise
+            except Exception as error:  # also of an application's function that finds the DSN
                 raise ConnectionLost(describe(error)) from error
             connection.adapters.register_loader("jsonb", _StoredJson)
             self._connection, self._session = connection, connection.info.backend_pid

@@ -55,6 +55,8 @@ MOMENT = 0.005
 LOST_CLAIM_CHECKS = (0.0, 15.0, 120.0)
 # When to look again after the database has refused that.
 LOST_CLAIM_AGAIN = 5.0
+# How often to look whether heartbeats are answered again, in seconds.
+OVERDUE_WAIT = 0.5
 
 
 class Fetcher:
@@ -133,8 +135,10 @@ class Fetcher:
                 # Later a refusal may be mended: the database is restored, the password changed.
                 cause = error.__cause__
                 refusal = cause if cause is not None and is_refused(cause) else None
-                if refusal is not None and not self._registration.was_accepted:
-                    raise refusal from None
+                if cause is not None and not self._registration.was_accepted:
+                    is_fault = isinstance(cause, psycopg.Error | OSError)
+                    if refusal or isinstance(cause, psycopg.ProgrammingError) or not is_fault:
+                        raise cause from None
                 log.warning("the connection was lost: %s", error)
                 now = asyncio.get_running_loop().time()
                 self._lost_claim_checks = [now + delay for delay in LOST_CLAIM_CHECKS]
@@ -205,28 +209,37 @@ class Fetcher:
                 # All slots are taken, or none are to be: until an outcome or a turn comes.
                 if self._listener.holds_sleep_lock:
                     await self._listener.after_sleep(state.registered())
-                await self._wait(None)
+                await self._wait(self._until_a_heartbeat())
                 self._is_dry = False
 
     # Slots
 
+    @property
+    def _may_claim(self) -> bool:
+        """Whether to claim jobs. While no heartbeat is answered, they would have to go back."""
+        return not (self._state.is_ending or self._heartbeat.is_overdue)
+
     def _free(self) -> list[Slots]:
         """Return the slots to fetch jobs for."""
-        if self._state.is_ending:
-            return []
-        return [slots for slots in self._slots if slots.may_ask]
+        return [slots for slots in self._slots if slots.may_ask] if self._may_claim else []
 
     def _open(self) -> list[Slots]:
         """Return the slots to fetch jobs for in a call that is made anyway: full ones, too."""
-        if self._state.is_ending:
-            return []
-        return [slots for slots in self._slots if slots.wanted]
+        return [slots for slots in self._slots if slots.wanted] if self._may_claim else []
 
     def _wanted(self, slots: Slots) -> int:
         """Return how many jobs to ask for."""
         return int(min(slots.wanted, self._state.jobs_left))
 
     # Waiting
+
+    def _until_a_heartbeat(self) -> float | None:
+        """Return how long to wait for what frees slots: briefly, if a heartbeat may do so."""
+        if not self._heartbeat.is_overdue:
+            return None
+        self._state.registered()  # else the heartbeat has told that the worker is gone
+        self._heartbeat.poke()
+        return OVERDUE_WAIT
 
     async def _wait(self, seconds: float | None) -> bool:
         """Wait for a hint, an outcome or the end; return whether one of them came.

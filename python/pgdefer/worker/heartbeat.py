@@ -99,7 +99,7 @@ class _Sent(NamedTuple):
 
     worker: int
     at: float
-    answer: concurrent.futures.Future[Rows | psycopg.Error | ConnectionLost]
+    answer: concurrent.futures.Future[Rows | Exception]
 
 
 class Heartbeat:
@@ -200,21 +200,27 @@ class Heartbeat:
             await self._thread.stop()
 
     async def _run(self) -> None:
-        try:
-            await self._beat()
-        except Exception:
-            log.exception("heartbeats have ended")
+        """Send heartbeats until `stop`, whatever fails: without them the jobs become others'."""
+        # A heartbeat may keep the first fetch from a job that has to run alone, so it waits for
+        # that. Several workers do not send theirs all at the same time.
+        part = 1.0 if self._has_own_thread else random.random()  # noqa: S311
+        delay = self._interval * part
+        backoff = Backoff(last=2.0)
+        while not self._is_stopped:
+            try:
+                await self._beat(delay)
+            except Exception:
+                log.exception("heartbeats were interrupted")
+                await asyncio.sleep(backoff.delay())
+                delay = 0.0
 
-    async def _beat(self) -> None:
+    async def _beat(self, delay: float) -> None:
         self._event = asyncio.Event()
         self._thread.looks.add(self._look)
         connection = Connection(self._source, self._interval)
         backoff = Backoff(last=2.0)
         try:
-            # A heartbeat may keep the first fetch from a job that has to run alone, so it waits for
-            # that. Several workers do not send theirs all at the same time.
-            part = 1.0 if self._has_own_thread else random.random()  # noqa: S311
-            await self._rest(connection, self._interval * part)
+            await self._rest(connection, delay)
             while not self._is_stopped:
                 self._was_poked = False
                 worker = self._worker
@@ -263,12 +269,12 @@ class Heartbeat:
         sent_at = clock()
         return sent_at, await connection.call(sql.HEARTBEAT, worker=worker, memory=self._memory())
 
-    async def _ask(self, worker: int) -> Rows | psycopg.Error | ConnectionLost:
+    async def _ask(self, worker: int) -> Rows | Exception:
         """Send a heartbeat over the worker's connection; return the answer, or the error."""
         assert self._over is not None
         try:
             return await self._over(worker)
-        except (psycopg.Error, ConnectionLost) as error:
+        except Exception as error:
             return error
 
     async def _rest(self, connection: Connection, delay: float) -> None:

@@ -21,10 +21,10 @@ from psycopg_pool import (
     PoolTimeout,
 )
 
-from pgdefer import App, InvalidParameter, current_job
+from pgdefer import App, InvalidParameter, Worker, current_job
 from pgdefer.database.source import LAST
 
-from .conftest import Jobs, running
+from .conftest import Jobs, running, until
 
 pytestmark = pytest.mark.client
 
@@ -351,6 +351,51 @@ async def test_a_pool_that_awaits_its_dsn(dsn: str, jobs: Jobs) -> None:
         await app.run_worker_async(drain=True)
         assert await job.result_async(60) == 5
         await app.close_async()
+
+
+async def test_a_dsn_that_can_not_be_found_for_a_while(
+    dsn: str, jobs: Jobs, conn: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As while a service that issues passwords is down: the worker and its heartbeats go on."""
+    is_down = False
+
+    def find() -> str:
+        if is_down:
+            raise RuntimeError("no answer from the service")
+        return dsn
+
+    pool: Any = ConnectionPool(find, min_size=1, open=False)  # type: ignore[arg-type]
+    app = App(connection=pool)
+    app.task(name="t")(lambda: 5)
+    others = (
+        "from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"
+        " and backend_type = 'client backend'"
+    )
+    with pool:
+        async with running(app, heartbeat_every=0.1, dead_after=60) as worker:
+            # the pool's, and the worker's three
+            await until(lambda: len(conn.execute(f"select {others}").fetchall()) == 4)
+            is_down = True
+            conn.execute(f"select pg_terminate_backend(pid) {others}")
+            for said in ("no heartbeat: no answer from", "the connection was lost: no answer from"):
+                await until(lambda said=said: said in caplog.text)
+            beat = worker.heartbeat.beat_at
+            is_down = False
+            await until(lambda: worker.heartbeat.beat_at > beat)
+            conn.execute("select queue.defer('t')")
+            await jobs.end()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no answer"), psycopg.ProgrammingError("bad DSN")])
+async def test_a_dsn_that_can_not_be_found_at_first(dsn: str, error: Exception) -> None:
+    """The worker ends, as it may never be found."""
+
+    def find() -> str:
+        raise error
+
+    pool: Any = ConnectionPool(find, open=False)  # type: ignore[arg-type]
+    with pytest.raises(type(error), match=str(error)):
+        await Worker(App(connection=pool)).run_async()
 
 
 def test_another_database_has_other_connections(dsn: str, jobs: Jobs) -> None:

@@ -1454,6 +1454,69 @@ def test_a_worker_that_wakes_starts_nothing_that_others_have_done(
     assert said.split() == ["started", "stopping", "ended"]
 
 
+async def test_heartbeats_that_fail_go_on(
+    app: App, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if the worker is to blame, as where its process has no memory left for a moment."""
+    failures: list[object] = [None] * 3
+
+    def memory() -> None:
+        if failures:
+            failures.pop()
+            raise MemoryError
+
+    async with running(app, heartbeat_every=0.1, dead_after=60) as worker:
+        await until(lambda: worker.id)
+        monkeypatch.setattr(worker.heartbeat, "_memory", memory)
+        await until(lambda: not failures)
+        beat = worker.heartbeat.beat_at
+        await until(lambda: worker.heartbeat.beat_at > beat)
+    assert caplog.text.count("heartbeats were interrupted") == 3
+
+
+async def test_nothing_is_claimed_while_no_heartbeat_is_answered(
+    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would have to go back. What has ended is reported all the same."""
+    begun, release = asyncio.Event(), asyncio.Event()
+    pokes: list[object] = []
+
+    @app.task(name="t")
+    async def task() -> None:
+        begun.set()
+        await release.wait()
+
+    first = app.defer("t")
+    async with running(app, concurrency=2) as worker:
+        await until(lambda: begun.is_set() and worker.state.is_waiting)
+        monkeypatch.setattr(Heartbeat, "is_overdue", True)
+        monkeypatch.setattr(worker.heartbeat, "poke", lambda: pokes.append(None))
+        second = app.defer("t")
+        release.set()
+        await until(lambda: pokes and jobs.states()[first.id] == "succeeded")
+        del pokes[:]
+        await until(lambda: pokes)  # it has looked again
+        assert [(row["id"], row["state"], row["claims"]) for row in jobs()][1:] == [
+            (second.id, "ready", 0)
+        ]
+        monkeypatch.undo()
+        rows = await jobs.end()
+    assert [row["claims"] for row in rows] == [1, 1]
+
+
+def overdue_after_a_fetch(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have heartbeats be overdue once something was fetched; without, nothing is."""
+    real = Fetcher._take
+
+    def take(self: Fetcher, rows: Any, *arguments: Any) -> int:
+        if rows:
+            monkeypatch.setattr(Heartbeat, "is_overdue", True)
+        return real(self, rows, *arguments)
+
+    monkeypatch.setattr(Fetcher, "_take", take)
+    monkeypatch.setattr(worker.heartbeat, "poke", lambda: None)
+
+
 async def test_what_was_claimed_waits_for_a_heartbeat(
     app: App, jobs: Jobs, connect: Connect, conn: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1465,8 +1528,7 @@ async def test_what_was_claimed_waits_for_a_heartbeat(
     app.defer("t")
     async with running(app) as worker:
         await jobs.end()
-        monkeypatch.setattr(Heartbeat, "is_overdue", True)
-        monkeypatch.setattr(worker.heartbeat, "poke", lambda: None)
+        overdue_after_a_fetch(worker, monkeypatch)
         app.defer("t")
         await until(lambda: worker.executor.claimed)
         assert not worker.executor.running
@@ -1521,8 +1583,7 @@ async def test_what_was_told_to_abort_before_it_starts(
 
     async with running(app) as worker:
         await until(lambda: worker.id)
-        monkeypatch.setattr(Heartbeat, "is_overdue", True)
-        monkeypatch.setattr(worker.heartbeat, "poke", lambda: None)
+        overdue_after_a_fetch(worker, monkeypatch)
         job = await app.defer_async("t")
         await until(lambda: worker.executor._is_held)
         conn.execute("select queue.cancel(%s, abort => true)", (job.id,))
