@@ -167,6 +167,13 @@ EXTEND = Statement("""
       cast(:id as bigint), cast(:claim as bigint), cast(cast(:lease as text) as interval))
 """)
 
+# EXTEND that gives up where another transaction holds the claim's row for longer than `patience`.
+TRY_EXTEND = Statement("""
+    select queue.extend(
+      cast(:id as bigint), cast(:claim as bigint), cast(cast(:lease as text) as interval))
+    where set_config('lock_timeout', cast(:patience as text), true) <> ''
+""")
+
 ATTEMPTS_LEFT = Statement("""
     select max_attempts, failures, is_last
     from queue.attempts_left(cast(:id as bigint), cast(:claim as bigint))

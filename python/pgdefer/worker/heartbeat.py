@@ -34,6 +34,8 @@ LOOK = 3.0
 SHORTEST_LEASE = 15.0
 # How long a heartbeat over the worker's own connection may take before it is sent over another.
 PATIENCE = 3.0
+# How long to wait for the row of a claim that is to be kept, in seconds, at most.
+ROW_PATIENCE = 1.0
 
 Aborts = list[tuple[int, int, str]]
 
@@ -141,6 +143,9 @@ class Heartbeat:
         #: The time, by `clock`, after which the claim of a job must be kept.
         self.keep_after: dict[Claim, float] = {}
         self._lease = interval_text(dt.timedelta(seconds=max(dead_after, SHORTEST_LEASE)))
+        # Less than a call may take: that would be cut off and be busy still, and be in the way.
+        patience = min(ROW_PATIENCE, interval / 2)
+        self._patience = f"{max(round(patience * 1000), 1)}ms"
         self._late: set[Claim] = set()
         self._worker: int | None = None
         self._is_stopped = False
@@ -185,10 +190,12 @@ class Heartbeat:
         if self._event is not None and self._outlived():
             self._event.set()
 
-    def _outlived(self) -> set[Claim]:
-        """Return the claims that must be kept."""
+    def _outlived(self) -> list[Claim]:
+        """Return the claims that must be kept, in the order of their moments."""
         now = clock()
-        return {claim for claim, moment in self.keep_after.copy().items() if moment <= now}
+        moments = self.keep_after.copy()
+        late = [claim for claim, moment in moments.items() if moment <= now]
+        return sorted(late, key=moments.__getitem__)
 
     async def stop(self) -> None:
         """Stop sending heartbeats."""
@@ -283,7 +290,7 @@ class Heartbeat:
         end = time.monotonic() + delay
         while not self._is_stopped:
             self._event.clear()
-            await self._keep(connection)
+            await self._keep(connection, end)
             left = end - time.monotonic()
             if left <= 0 or self._was_poked:
                 return
@@ -291,20 +298,29 @@ class Heartbeat:
                 async with asyncio.timeout(left):
                     await self._event.wait()
 
-    async def _keep(self, connection: Connection) -> None:
+    async def _keep(self, connection: Connection, end: float) -> None:
         """Keep the claims of jobs that outlive their timeout: their locks and slots are in use.
 
-        This happens here, outside of the worker's loop, because a handler may block that.
+        This happens here, outside of the worker's loop, because a handler may block that. At the
+        `end`, or when poked, the next heartbeat goes first.
         """
         late = self._outlived()
-        self._late &= late
+        self._late.intersection_update(late)
         for claim in late:
+            if self._was_poked or time.monotonic() >= end:
+                return
             job = claim.job
             if claim not in self._late:
                 self._late.add(claim)
                 log.warning("%r outlives its timeout: its claim is kept until it ends", job)
             try:
-                await connection.call(sql.EXTEND, id=job.id, claim=job.claim, lease=self._lease)
+                await connection.call(
+                    sql.TRY_EXTEND,
+                    id=job.id,
+                    claim=job.claim,
+                    lease=self._lease,
+                    patience=self._patience,
+                )
             except ConnectionLost as error:
                 log.warning("%r: its claim could not be kept: %s", job, error)
                 return
@@ -314,6 +330,8 @@ class Heartbeat:
                     self._tell(self._on_lost, claim)
                 else:
                     log.warning("%r: its claim could not be kept: %s", job, describe(error))
+                    if claim in self.keep_after:
+                        self.keep_after[claim] = clock()  # next time after the others
 
     def _tell(self, callback: Callable[[Any], None], value: object) -> None:
         with contextlib.suppress(RuntimeError):

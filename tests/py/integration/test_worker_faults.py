@@ -801,6 +801,35 @@ async def test_a_handler_that_outlives_its_timeout(
     assert [a["outcome"] for a in jobs.attempts()] == ["timed_out"]
 
 
+async def test_claims_that_can_not_be_kept_keep_no_others_waiting(
+    app: App, jobs: Jobs, conn: Connection, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another transaction holds their rows: heartbeats go on, and other claims are kept."""
+    monkeypatch.setattr("pgdefer.worker.heartbeat.LOOK", 0.1)
+    monkeypatch.setattr("pgdefer.worker.executor.LATE", 0.1)
+    release = threading.Event()
+
+    @app.task(name="deaf", timeout=dt.timedelta(seconds=0.5))
+    def deaf() -> None:
+        release.wait(300)
+
+    first, second, third = app.defer_many([deaf.prepare() for _ in range(3)])
+    async with running(app, heartbeat_every=1.0, dead_after=60) as worker:
+        await until(lambda: len(worker.executor.running) == 3)
+        with connect(autocommit=False) as busy:
+            held = [first.id, third.id]
+            busy.execute("select from queue.active_job where id = any(%s) for update", (held,))
+            await until(lambda: conn.execute(OVERDUE, (second.id,)).fetchone() == (True,))
+            for _ in range(3):
+                beat = worker.heartbeat.beat_at
+                await until(lambda beat=beat: worker.heartbeat.beat_at > beat)
+            assert conn.execute(OVERDUE, (first.id,)).fetchone() == (False,)
+        for job in (first, third):
+            await until(lambda job=job: conn.execute(OVERDUE, (job.id,)).fetchone() == (True,))
+        release.set()
+        await jobs.end()
+
+
 async def test_a_timeout_is_raised_in_a_thread(app: App, jobs: Jobs) -> None:
     ends = []
 
