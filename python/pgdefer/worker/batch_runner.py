@@ -59,7 +59,7 @@ class BatchRunner:
         try:
             jobs = jobs_of(claims)
             outcomes = await run_batch_async(task, jobs, decode_args_async, self._worker)
-        except Exception as error:
+        except BaseException as error:
             outcomes = [internal_error(claim, error) for claim in claims]
         self._end(claims, outcomes)
 
@@ -72,7 +72,7 @@ class BatchRunner:
         except JobTimeout as error:
             # Raised outside of the handler, before or after it.
             outcomes = [outcome_of(c.job, c.failure_policy, error) for c in claims]
-        except Exception as error:
+        except BaseException as error:
             outcomes = [internal_error(claim, error) for claim in claims]
         return functools.partial(self._end, claims, outcomes)
 

@@ -73,7 +73,9 @@ def result_json(job: JobContext, result: object) -> str | None:
         return None
     try:
         return job.client.codec.dumps(result)
-    except Exception as error:
+    except JobTimeout:
+        raise
+    except BaseException as error:
         # The job's effects remain. Only a caller that asks for the result notices that it is lost.
         kind = f"{type(result).__module__}.{type(result).__qualname__}"
         why = type(error).__qualname__
@@ -138,7 +140,9 @@ def failed(
         try:
             options = policy.decision(error, job)
             json.dumps(options)
-        except Exception:
+        except JobTimeout:
+            raise
+        except BaseException:
             log.exception("%r: what to do about its failure could not be decided", job)
             options = {}
     if isinstance(error, MemoryError) and memory.cap.was_hit:

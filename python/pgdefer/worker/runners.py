@@ -89,7 +89,7 @@ class LoopRunner:
             ended: str | Settled | Call = await run_async(
                 claim.job, task_of(claim), self._pool, self._worker
             )
-        except Exception as error:
+        except BaseException as error:
             ended = internal_error(claim, error)
         if isinstance(ended, tuple):
             claim.coroutine = None
@@ -210,7 +210,7 @@ def submit(
         except JobTimeout as error:
             # Raised outside of the handler, before or after it.
             ended = outcome_of(claim.job, claim.failure_policy, error)
-        except Exception as error:
+        except BaseException as error:
             ended = internal_error(claim, error)
         if ended is None:
             return functools.partial(keeper.give_back_unbegun, claim)
@@ -219,7 +219,7 @@ def submit(
     threads.submit(work)
 
 
-def internal_error(claim: Claim, error: Exception) -> str:
+def internal_error(claim: Claim, error: BaseException) -> str:
     """Return an outcome for a job whose own outcome could not be made, so that no slot is lost."""
     log.error("%r: its outcome could not be made", claim, exc_info=error)
     return outcomes.failed(claim.job.id, claim.job.claim, error)

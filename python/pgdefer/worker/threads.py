@@ -23,6 +23,10 @@ AGAIN = 1.0
 _Work = tuple[contextvars.Context, Callable[[], Callable[[], None]]]
 
 
+def _nothing() -> None:
+    pass
+
+
 class Threads:
     """A pool of daemon threads, which grows as needed: a handler that never returns blocks nobody.
 
@@ -82,8 +86,13 @@ class Threads:
     def _run(self) -> None:
         while (item := self._work.get()) is not None:
             context, work = item
-            self._done.append((context, work()))
-            del item, context, work
+            try:
+                then = work()
+            except BaseException:  # even so the others need this thread
+                log.exception("a thread's work has failed")
+                then = _nothing
+            self._done.append((context, then))
+            del item, context, work, then
             # One call wakes the loop for all functions that return until it runs.
             if not self._is_called:
                 self._is_called = True

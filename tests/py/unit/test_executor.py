@@ -302,3 +302,48 @@ async def test_a_claim_that_was_lost_goes_back() -> None:
     bench.executor.ended(claim, outcome)
     assert bench.outcomes() == [(1, "released")]
     assert bench.executor.given_back == 0
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+@pytest.mark.parametrize("where", ["decide", "codec", "within"])
+@pytest.mark.parametrize("handler", ["function", "coroutine", "batch", "coroutine of a batch"])
+async def test_what_is_no_exception_ends_only_the_job(
+    handler: str,
+    where: str,
+    kind: type[BaseException],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As of sys.exit in what decides about failures: neither worker nor thread ends, nor a slot."""
+    bench = Bench()
+    threads = Threads(asyncio.get_running_loop(), 1)
+    bench.use_runners(threads)
+
+    def leave(*_: object) -> Any:
+        raise kind
+
+    def end(*_: object) -> list[str]:
+        if where == "decide":
+            raise ValueError
+        return ["result"]
+
+    async def coroutine(*_: object) -> list[str]:
+        return end()
+
+    if where == "codec":
+        monkeypatch.setattr(type(bench.app.client.codec), "dumps", leave)
+    elif where == "within":
+        for place in ("handler", "invoke_batch", "invoke_batch_async"):
+            monkeypatch.setattr(f"pgdefer.worker.{place}.success", leave)
+    define = bench.app.task(name="t", decide=leave, batch=2 if "batch" in handler else None)
+    define(coroutine if "coroutine" in handler else end)
+    for number in (1, 2):
+        claims = [bench.claim(number)]
+        bench.slots.used = 1
+        bench.executor.take(gather(claims, bench.app.tasks))
+        await until(lambda: bench.executor.is_idle)
+    threads.close()
+    outcome = "succeeded" if where == "codec" else "failed"
+    assert bench.outcomes() == [(1, outcome), (2, outcome)]
+    assert kind.__name__ in caplog.text
+    assert (bench.slots.used, bench.slots.running) == (0, 0)

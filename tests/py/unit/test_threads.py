@@ -130,3 +130,18 @@ async def test_threads_that_the_system_refuses(
         "jobs wait until a thread can be started: can't start new thread"
     ]
     pool.close()
+
+
+async def test_a_thread_survives_its_work(caplog: pytest.LogCaptureFixture) -> None:
+    pool = Threads(asyncio.get_running_loop(), 1)
+    done: list[int] = []
+
+    def leave() -> Callable[[], None]:
+        raise SystemExit(3)
+
+    pool.submit(leave)
+    pool.submit(lambda: functools.partial(done.append, 1))
+    await until(lambda: done)
+    assert not pool.is_busy
+    assert "SystemExit: 3" in caplog.text
+    pool.close()
