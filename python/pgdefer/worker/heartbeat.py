@@ -107,8 +107,9 @@ class _Sent(NamedTuple):
 class Heartbeat:
     """Heartbeats, in a thread, an event loop and a connection of their own.
 
-    With `over`, they go over the worker's own connection, as long as its loop answers; else over
-    one of their own, if `is_needed` says that jobs run.
+    With `over`, they can go over the worker's own connection, as long as its loop answers: where
+    that can't be opened which is theirs. Of several workers they go there first; else over one of
+    their own, if `is_needed` says that jobs run.
 
     The callbacks are called in the worker's loop: `on_beat` after each heartbeat that was answered,
     with (id, claim, reason) of the jobs to abort; `on_gone` when the worker was declared dead;
@@ -255,26 +256,46 @@ class Heartbeat:
 
     async def _send(self, connection: Connection, worker: int) -> tuple[float, Rows]:
         """Send a heartbeat; return when, and the answer. Raises as `Connection.call`."""
-        if self._over is not None:
-            sent = self._sent
-            if sent is None or sent.worker != worker:
-                answer = asyncio.run_coroutine_threadsafe(self._ask(worker), self._outer)
-                sent = self._sent = _Sent(worker, clock(), answer)
-            # Not cancelled in the end: that would close the connection, on which other calls wait.
-            patience = PATIENCE if self._is_needed() else self._interval
-            await asyncio.wait([asyncio.wrap_future(sent.answer)], timeout=patience)
-            error: Exception = ConnectionLost(f"no answer within {patience:g} s")
-            if sent.answer.done():
-                self._sent = None
-                found = sent.answer.result()
-                if isinstance(found, list):
-                    connection.close()
-                    return sent.at, found
-                error = found
+        if self._over is None or self._has_own_thread:
+            try:
+                await connection.open()
+            except ConnectionLost as error:
+                # Without a cause it is that the server still works on the last call.
+                if self._over is None or error.__cause__ is None:
+                    raise
+                log.warning("heartbeats have no connection of their own: %s", error)
+                return await self._send_over(worker)
+            self._sent = None  # next time its answer would be an old one
+            return await self._send_apart(connection, worker)
+        try:
+            answer = await self._send_over(worker)
+        except Exception as error:
             if sqlstate_of(error) == "QJ007" or not self._is_needed():
-                raise error
+                raise
+            return await self._send_apart(connection, worker)
+        connection.close()
+        return answer
+
+    async def _send_apart(self, connection: Connection, worker: int) -> tuple[float, Rows]:
         sent_at = clock()
         return sent_at, await connection.call(sql.HEARTBEAT, worker=worker, memory=self._memory())
+
+    async def _send_over(self, worker: int) -> tuple[float, Rows]:
+        """Send a heartbeat over the worker's connection, if its loop answers."""
+        sent = self._sent
+        if sent is None or sent.worker != worker:
+            answer = asyncio.run_coroutine_threadsafe(self._ask(worker), self._outer)
+            sent = self._sent = _Sent(worker, clock(), answer)
+        # Not cancelled in the end: that would close the connection, on which other calls wait.
+        patience = PATIENCE if self._is_needed() else self._interval
+        await asyncio.wait([asyncio.wrap_future(sent.answer)], timeout=patience)
+        if not sent.answer.done():
+            raise ConnectionLost(f"no answer within {patience:g} s")
+        self._sent = None
+        found = sent.answer.result()
+        if isinstance(found, Exception):
+            raise found
+        return sent.at, found
 
     async def _ask(self, worker: int) -> Rows | Exception:
         """Send a heartbeat over the worker's connection; return the answer, or the error."""

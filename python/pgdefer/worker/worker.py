@@ -15,7 +15,7 @@ from typing import Any, Unpack
 
 from pgdefer._text import logger
 from pgdefer.database import sql
-from pgdefer.database.connection import Connection, Rows
+from pgdefer.database.connection import Connection, ConnectionLost, Rows
 from pgdefer.database.own_threads import in_own_thread
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.options import as_list
@@ -251,7 +251,7 @@ class Worker:
             on_lost=self.executor.on_claim_lost,
             thread=None if shared is None else shared.heartbeats,
             memory=self._memory,
-            over=self._beat if is_only else None,
+            over=self._beat if source.notify_source is not None else None,
             is_needed=lambda: bool(self.executor.running),
         )
         registration = Registration(
@@ -428,8 +428,12 @@ class Worker:
         self.executor.on_beat()
 
     async def _beat(self, worker: int) -> Rows:
-        """Send a heartbeat over the worker's own connection."""
-        return await self._connection.call(sql.HEARTBEAT, worker=worker, memory=self._memory())
+        """Send a heartbeat over the connection on which the worker listens."""
+        try:
+            return await self.listener.exchange(sql.HEARTBEAT, worker=worker, memory=self._memory())
+        except ConnectionLost:
+            self._on_connection_lost()
+            raise
 
     def _memory(self) -> int | None:
         """Return the bytes of memory of this process and of those that run its handlers."""

@@ -377,13 +377,37 @@ async def test_a_dsn_that_can_not_be_found_for_a_while(
             await until(lambda: len(conn.execute(f"select {others}").fetchall()) == 4)
             is_down = True
             conn.execute(f"select pg_terminate_backend(pid) {others}")
-            for said in ("no heartbeat: no answer from", "the connection was lost: no answer from"):
+            for said in ("of their own: no answer from", "the connection was lost: no answer from"):
                 await until(lambda said=said: said in caplog.text)
             beat = worker.heartbeat.beat_at
             is_down = False
             await until(lambda: worker.heartbeat.beat_at > beat)
             conn.execute("select queue.defer('t')")
             await jobs.end()
+
+
+async def test_heartbeats_without_a_connection_of_their_own(dsn: str, conn: Connection) -> None:
+    """As where the server accepts no more: they go over the one on which the worker listens."""
+    is_down = False
+
+    def find() -> str:
+        if is_down:
+            raise RuntimeError("no answer from the service")
+        return dsn
+
+    sessions = "select pid from pg_stat_activity where pid <> pg_backend_pid()"
+    beats = f"{sessions} and query ~ 'queue.heartbeat'"
+    pool: Any = ConnectionPool(find, open=False)  # type: ignore[arg-type]
+    async with running(App(connection=pool), heartbeat_every=0.1, dead_after=60) as worker:
+        await until(lambda: worker.state.is_waiting)
+        ((own,),) = await until(lambda: conn.execute(beats).fetchall())
+        is_down = True
+        conn.execute("select pg_terminate_backend(%s)", (own,))
+        await until(lambda: (own,) not in conn.execute(sessions).fetchall())
+        for _ in range(3):
+            beat = worker.heartbeat.beat_at
+            await until(lambda beat=beat: worker.heartbeat.beat_at > beat)
+        is_down = False
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no answer"), psycopg.ProgrammingError("bad DSN")])
