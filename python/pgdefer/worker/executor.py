@@ -37,6 +37,10 @@ TOO_LATE = 5.0
 # loop keeps a pause from being heard, while other jobs wait to begin.
 DEAF = 0.05
 
+# How long a claim is held before it is given back, in seconds, if an earlier run of its job has not
+# ended here.
+BESIDE = 10.0
+
 
 class Executor:
     """Keeps the claims. Each method is called in the worker's loop."""
@@ -68,6 +72,9 @@ class Executor:
         # What jobs start in: not that of the job whose end has made room.
         self._context = contextvars.copy_context()
         self.running: set[Claim] = set()
+        # The jobs of those; and claims of such jobs, which are held.
+        self._running_jobs: set[int] = set()
+        self._beside: set[Claim] = set()
         #: How many jobs have ended here, and how many that ran were given back for a stop.
         self.finished = 0
         self.given_back = 0
@@ -96,13 +103,13 @@ class Executor:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is claimed or runs."""
-        return not (self.running or self.claimed or any(self._ahead.values()))
+        return not (self.running or self.claimed or self._beside or any(self._ahead.values()))
 
     @property
     def waiting(self) -> list[Claim]:
         """The claims that have not started."""
         starts = itertools.chain(self.claimed, *self._ahead.values())
-        return [claim for start in starts for claim in start.members]
+        return [*self._beside, *(claim for start in starts for claim in start.members)]
 
     # Claims that come in
 
@@ -251,7 +258,7 @@ class Executor:
             return
         job = claim.job
         log.debug("%r starts", job)
-        self.running.add(claim)
+        self._runs(claim)
         if claim.slots is not None:
             claim.slots.started()
         self.handler_begins(claim)
@@ -263,10 +270,14 @@ class Executor:
         if claim.batch is not None:
             for other in claim.batch.claims[1:]:
                 log.debug("%r starts", other.job)
-                self.running.add(other)
+                self._runs(other)
                 other.started_at = claim.started_at
                 other.task, other.runner = claim.task, claim.runner
         claim.runner.start(claim)
+
+    def _runs(self, claim: Claim) -> None:
+        self.running.add(claim)
+        self._running_jobs.add(claim.job.id)
 
     def handler_begins(self, claim: Claim) -> None:
         """Count the handler's duration and its timeout from now."""
@@ -285,7 +296,18 @@ class Executor:
             log.warning("%r was claimed too long ago, and is given back", claim)
             self._give_back_unstarted([claim])
             return False
+        if job.id in self._running_jobs:
+            # That claim was lost. To give this one back at once would be to get it again at once.
+            log.warning("%r waits: an earlier run of it has not ended here", claim)
+            self._beside.add(claim)
+            asyncio.get_running_loop().call_later(BESIDE, self._give_back_beside, claim)
+            return False
         return True
+
+    def _give_back_beside(self, claim: Claim) -> None:
+        if claim in self._beside:
+            self._beside.discard(claim)
+            self._give_back_unstarted([claim])
 
     def _is_past_timeout(self, claim: Claim) -> bool:
         """Whether it has waited here for so long that others may have ended its claim by now."""
@@ -366,7 +388,10 @@ class Executor:
                 if has_started and self._ahead[slots] and not self._is_starting:
                     self._is_starting = True
                     self._start_soon()
-        self.running.discard(claim)
+        self._beside.discard(claim)
+        if claim in self.running:
+            self.running.discard(claim)
+            self._running_jobs.discard(claim.job.id)
         if self._heartbeat is not None:
             self._heartbeat.keep_after.pop(claim, None)
 
@@ -390,6 +415,7 @@ class Executor:
         waiting = self.waiting
         self.claimed.clear()
         self._ahead.clear()
+        self._beside.clear()
         return waiting
 
     def _give_back_unstarted(self, claims: Iterable[Claim]) -> None:

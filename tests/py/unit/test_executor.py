@@ -304,6 +304,43 @@ async def test_a_claim_that_was_lost_goes_back() -> None:
     assert bench.executor.given_back == 0
 
 
+async def test_a_job_does_not_start_beside_an_earlier_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its claim was lost, and it was claimed again here before its handler has ended."""
+    monkeypatch.setattr("pgdefer.worker.executor.BESIDE", 0.01)
+    bench = Bench()
+    first = bench.claim(1)
+    bench.executor.take([first])
+    bench.executor.on_worker_gone()
+    again, other = bench.claim(1), bench.claim(2)
+    bench.executor.take([again, other])
+    assert again in bench.executor.waiting
+    await until(lambda: bench.outcomes() == [(1, "released")])
+    assert bench.slots.used == 2
+    bench.executor.take([bench.claim(1)])
+    bench.executor.give_back_waiting()  # as for a stop
+    bench.executor.ended(first, outcome_of(first.job, None, asyncio.CancelledError()))
+    bench.executor.take([bench.claim(1)])
+    assert bench.outcomes() == [(1, "released")] * 3
+    told = [("start", 1), ("the claim was lost", 1), ("start", 2), ("start", 1)]
+    assert (bench.runner.told, bench.slots.used) == (told, 2)
+
+
+async def test_a_batch_starts_without_a_job_that_still_runs() -> None:
+    bench = Bench()
+    bench.app.task(name="t", batch=4)(lambda jobs: None)
+    bench.executor.take(gather([bench.claim(1)], bench.app.tasks))
+    bench.executor.on_worker_gone()
+    claims = [bench.claim(1), bench.claim(2)]
+    bench.slots.used = 2
+    bench.executor.take(gather(claims, bench.app.tasks))
+    assert bench.runner.told[2:] == [("start", 2)]
+    assert bench.executor.waiting == claims[:1]
+    bench.executor.ended(claims[1], '{"id":2,"claim":102,"outcome":"succeeded"}')
+    bench.executor.give_back_waiting()
+    assert bench.outcomes() == [(2, "succeeded"), (1, "released")]
+    assert bench.slots.used == 1
+
+
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
 @pytest.mark.parametrize("where", ["decide", "codec", "within"])
 @pytest.mark.parametrize("handler", ["function", "coroutine", "batch", "coroutine of a batch"])
