@@ -106,8 +106,8 @@ begin
   has_more := has_more or v_has_backlog;
 end $$;
 
--- As _admit, but a new job that can't be admitted stops no other. fetch does without: it would cost a
--- savepoint each time, and heartbeats come soon (work/maintenance.sql).
+-- As _admit, but a new job that fails at the gates stops no other; an error elsewhere is raised again. fetch
+-- does without: it would cost a savepoint each time, and heartbeats come soon (work/maintenance.sql).
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit_surely(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$

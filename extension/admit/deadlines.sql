@@ -69,8 +69,8 @@ begin
 end $$;
 
 -- The jobs that jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs
--- to all their needs at once, so that a job passes on only the earliest of many deadlines. late: those that
--- it has come to after 20 rounds and 50 ms.
+-- to all their needs at once, so that a job passes on only the earliest of many deadlines, and again only an
+-- earlier one. late: those that it has come to after 20 rounds and 50 ms.
 create or replace function queue._earlier_deadlines(p_ids bigint[], out ids bigint[],
   out deadlines timestamptz[], out late bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -88,15 +88,21 @@ begin
   while v_next.ids is not null loop
     select array_agg(x.id) as ids, array_agg(x.deadline) as deadlines into v_next
     from (
-      select d.need_id as id, min(u.deadline) as deadline
-      from unnest(v_next.ids, v_next.deadlines) u (id, deadline)
-      cross join lateral (select d.need_id from queue.need d where d.job_id = u.id offset 0) d
-      cross join lateral (
-        select coalesce(j.deadline, 'infinity') as deadline
-        from queue.job_now j where j.id = d.need_id offset 0) n
-      left join lateral (select f.id from queue.finished f where f.id = d.need_id offset 0) f on true
-      where n.deadline > u.deadline and f.id is null
-      group by d.need_id) x;
+      select y.id, min(y.deadline) filter (where y.is_new) as deadline,
+        min(y.deadline) filter (where not y.is_new) as old_deadline
+      from (
+        select d.need_id as id, u.deadline, true as is_new
+        from unnest(v_next.ids, v_next.deadlines) u (id, deadline)
+        cross join lateral (select d.need_id from queue.need d where d.job_id = u.id offset 0) d
+        cross join lateral (
+          select coalesce(j.deadline, 'infinity') as deadline
+          from queue.job_now j where j.id = d.need_id offset 0) n
+        left join lateral (select f.id from queue.finished f where f.id = d.need_id offset 0) f on true
+        where n.deadline > u.deadline and f.id is null
+        union all
+        select u.id, u.deadline, false from unnest(v_found, v_found_deadlines) u (id, deadline)) y
+      group by y.id) x
+    where x.deadline < coalesce(x.old_deadline, 'infinity');
     v_rounds := v_rounds + 1;
     if v_rounds > 20 and clock_timestamp() > v_until then
       late := v_next.ids;

@@ -176,8 +176,9 @@ end $$;
 
 -- Admits new jobs one by one, after an admission of them together has failed. A job that can't be admitted
 -- fails, so that it does not stop all others for good. No fault is known that a job can cause here: this is
--- for those that are not. If there are more than a hundred such jobs, the fault is not theirs.
--- Locks: as _admit_gated. Raises: what the hundred and first job raises.
+-- for those that are not. If there are more than a hundred such jobs in one call, the fault is hardly theirs.
+-- Locks: as _admit_gated; the row of a queueing lock by skip locked. Raises: what the hundred and first job
+-- raises, or one that another transaction is replacing.
 create or replace function queue._admit_singly(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -189,11 +190,11 @@ begin
       perform queue._admit_gated(array[v_id]);
     exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
       v_failed := v_failed + 1;
-      if v_failed > 100 then
+      if v_failed > 100 or not queue._try_lock_queueing_lock(v_id) then
         raise;
       end if;
       raise warning 'pgdefer: job % can''t be admitted: % (%)', v_id, sqlerrm, sqlstate;
-      perform queue._join_groups(array[v_id]);
+      perform queue._join_groups(array[v_id]), queue._join_needs(array[v_id]);
       perform queue._finish_unclaimed(array[v_id], 'failed', 'admission',
         format('%s (%s)', sqlerrm, sqlstate));
       perform queue._advance(p_ended => array[v_id]);

@@ -127,7 +127,7 @@ begin
   v_none := (
     select jsonb_object_agg(n.key, n.value)
     from jsonb_each('{"delay": 0, "unique_until": "start", "lock_mode": "ordered", "needs_mode": "all",
-      "on_need_failure": "block", "on_limit": "block", "group": ""}') n
+      "on_need_failure": "block", "on_limit": "block", "group": "", "max_progress": 100}') n
     where v_task.options ? n.key and (n.key <> 'delay' or p_job ->> 'scheduled_at' is null));
   if v_task.deadline is not null and p_job ->> 'deadline' is null then
     p_job := p_job || '{"deadline": "infinity"}';

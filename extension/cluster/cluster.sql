@@ -13,7 +13,12 @@ create table if not exists queue.shard (
   version bigint not null default 1,
   constraint shard_pkey primary key (name)
 );
-alter table queue.shard add column if not exists version bigint not null default 1;  -- older ones have none
+do $$ begin
+  if not exists (select from pg_catalog.pg_attribute a
+    where a.attrelid = 'queue.shard'::regclass and a.attname = 'version') then
+    alter table queue.shard add column version bigint not null default 1;  -- older ones have none
+  end if;
+end $$;
 
 -- This database's copy of the map. The shard that gives a slot away raises the version: the highest is right.
 -- is_plain: it is this shard's, and on no move. closed_until: a move waits for the row, so nobody else may
@@ -164,6 +169,9 @@ create or replace function queue.shard_stopped()
 returns table (slot integer, target text, held bigint)
 language plpgsql stable security definer set search_path = pg_catalog, pg_temp as $$
 begin
+  if to_regclass('queue.waiting') is null then
+    return;  -- it only routes
+  end if;
   return query
   select r.slot, r.to_shard::text, (
     select count(*) from queue.shard_job s join queue.waiting w on w.id = s.id and w.reason = 'moving'

@@ -15,7 +15,8 @@ returns bigint[] language sql stable set search_path = pg_catalog, pg_temp as $$
   select array(
     select o.id from (
       select x.id, row_number() over in_order as n, sum((
-        select coalesce(j.size, 2000) + coalesce(octet_length(j.options::text), 0)
+        select coalesce(j.size, 2000) + coalesce(octet_length(j.options::text), 0) + coalesce((
+          select sum(octet_length(r.payload::text)) from queue.received_signal r where r.job_id = x.id), 0)
         from queue.job_now j where j.id = x.id)) over in_order as bytes
       from (
         select s.id from queue.shard_job s
@@ -144,6 +145,8 @@ begin
     return false;
   end if;
   perform queue._lock_rows(v_ids || queue._shard_oldest(slot, part));
+  -- a signal that came now would make the piece smaller
+  lock table queue.received_signal in share row exclusive mode nowait;
   select coalesce(array_agg(j.id order by j.id), '{}') as ids, bool_or(j.why is not null) as must_wait
   into v_jobs from queue._shard_jobs(slot, part, started) j;
   if v_jobs.must_wait then

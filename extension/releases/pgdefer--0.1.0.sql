@@ -8618,8 +8618,8 @@ begin
 end $$;
 
 -- The jobs that jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs
--- to all their needs at once, so that a job passes on only the earliest of many deadlines. late: those that
--- it has come to after 20 rounds and 50 ms.
+-- to all their needs at once, so that a job passes on only the earliest of many deadlines, and again only an
+-- earlier one. late: those that it has come to after 20 rounds and 50 ms.
 create or replace function queue._earlier_deadlines(p_ids bigint[], out ids bigint[],
   out deadlines timestamptz[], out late bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -8637,15 +8637,21 @@ begin
   while v_next.ids is not null loop
     select array_agg(x.id) as ids, array_agg(x.deadline) as deadlines into v_next
     from (
-      select d.need_id as id, min(u.deadline) as deadline
-      from unnest(v_next.ids, v_next.deadlines) u (id, deadline)
-      cross join lateral (select d.need_id from queue.need d where d.job_id = u.id offset 0) d
-      cross join lateral (
-        select coalesce(j.deadline, 'infinity') as deadline
-        from queue.job_now j where j.id = d.need_id offset 0) n
-      left join lateral (select f.id from queue.finished f where f.id = d.need_id offset 0) f on true
-      where n.deadline > u.deadline and f.id is null
-      group by d.need_id) x;
+      select y.id, min(y.deadline) filter (where y.is_new) as deadline,
+        min(y.deadline) filter (where not y.is_new) as old_deadline
+      from (
+        select d.need_id as id, u.deadline, true as is_new
+        from unnest(v_next.ids, v_next.deadlines) u (id, deadline)
+        cross join lateral (select d.need_id from queue.need d where d.job_id = u.id offset 0) d
+        cross join lateral (
+          select coalesce(j.deadline, 'infinity') as deadline
+          from queue.job_now j where j.id = d.need_id offset 0) n
+        left join lateral (select f.id from queue.finished f where f.id = d.need_id offset 0) f on true
+        where n.deadline > u.deadline and f.id is null
+        union all
+        select u.id, u.deadline, false from unnest(v_found, v_found_deadlines) u (id, deadline)) y
+      group by y.id) x
+    where x.deadline < coalesce(x.old_deadline, 'infinity');
     v_rounds := v_rounds + 1;
     if v_rounds > 20 and clock_timestamp() > v_until then
       late := v_next.ids;
@@ -10429,8 +10435,9 @@ end $$;
 
 -- Admits new jobs one by one, after an admission of them together has failed. A job that can't be admitted
 -- fails, so that it does not stop all others for good. No fault is known that a job can cause here: this is
--- for those that are not. If there are more than a hundred such jobs, the fault is not theirs.
--- Locks: as _admit_gated. Raises: what the hundred and first job raises.
+-- for those that are not. If there are more than a hundred such jobs in one call, the fault is hardly theirs.
+-- Locks: as _admit_gated; the row of a queueing lock by skip locked. Raises: what the hundred and first job
+-- raises, or one that another transaction is replacing.
 create or replace function queue._admit_singly(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -10442,11 +10449,11 @@ begin
       perform queue._admit_gated(array[v_id]);
     exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
       v_failed := v_failed + 1;
-      if v_failed > 100 then
+      if v_failed > 100 or not queue._try_lock_queueing_lock(v_id) then
         raise;
       end if;
       raise warning 'pgdefer: job % can''t be admitted: % (%)', v_id, sqlerrm, sqlstate;
-      perform queue._join_groups(array[v_id]);
+      perform queue._join_groups(array[v_id]), queue._join_needs(array[v_id]);
       perform queue._finish_unclaimed(array[v_id], 'failed', 'admission',
         format('%s (%s)', sqlerrm, sqlstate));
       perform queue._advance(p_ended => array[v_id]);
@@ -11334,8 +11341,8 @@ begin
   has_more := has_more or v_has_backlog;
 end $$;
 
--- As _admit, but a new job that can't be admitted stops no other. fetch does without: it would cost a
--- savepoint each time, and heartbeats come soon (work/maintenance.sql).
+-- As _admit, but a new job that fails at the gates stops no other; an error elsewhere is raised again. fetch
+-- does without: it would cost a savepoint each time, and heartbeats come soon (work/maintenance.sql).
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit_surely(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -11579,7 +11586,7 @@ begin
     if not queue._pass_turns_on(v_ids, true) then
       v_has_news := queue._has_news();
       if v_has_news then
-        perform queue._admit(1000);
+        perform queue._admit_surely(1000);
       end if;
       if not v_has_news or not queue._pass_turns_on(v_ids) then
         perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
@@ -11629,7 +11636,7 @@ begin
   perform queue._settle_slots(p_ids, p_kinds, p_flags, p_payloads);
   if 'ended' = any (p_kinds) and exists (select from unnest(p_flags) f where f & 3/* lock */ <> 0)
     and queue._has_news() then
-    perform queue._admit(1000);
+    perform queue._admit_surely(1000);
   end if;
   perform queue._settle(p_ids, p_kinds, p_flags);
 end $$;

@@ -78,8 +78,9 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
 
     Connections are opened when first needed, at most `max_connections` for synchronous calls and as
     many for each event loop; further calls wait. Each open block of `job.transaction` has one more,
-    and so has each thread that waits in `result`. Four of each are kept open; `close` and
-    `close_async` close them. All threads and event loops may use an App.
+    and so has each thread that waits in `result`. Four are kept open for synchronous calls, four in
+    each event loop, and four for such waits; `close` and `close_async` close them. All threads and
+    event loops may use an App.
 
     `connection` is the application's own pool of psycopg_pool, which the application opens and
     closes: each call takes a connection of it, and gives it back. Synchronous calls need a

@@ -539,11 +539,13 @@ def _run(worker: Worker | MultiWorker) -> None:
     try:
         with reported():
             worker.run()
-    except Exception as error:
+    except BaseException as error:
         if not worker.unresponsive:
             raise
         if isinstance(error, typer.Exit):
-            _leave(Exit(error.exit_code))
+            _leave(error.exit_code)
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            _leave(error.code)
         sys.excepthook(type(error), error, error.__traceback__)
         _leave(Exit.ERROR)
     if worker.given_back or worker.unreported:
@@ -552,7 +554,7 @@ def _run(worker: Worker | MultiWorker) -> None:
         _leave(Exit.DONE)
 
 
-def _leave(code: Exit) -> NoReturn:
+def _leave(code: int) -> NoReturn:
     """Exit at once: what did not end when told to would keep the process alive."""
     sys.stdout.flush()
     sys.stderr.flush()

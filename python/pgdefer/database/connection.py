@@ -26,6 +26,14 @@ Rows = list[tuple[Any, ...]]
 class ConnectionLost(Exception):  # noqa: N818
     """The connection was lost: it is unknown whether the statement ran."""
 
+    @property
+    def lasting_cause(self) -> BaseException | None:
+        """What kept it from opening, if waiting won't mend that: a DSN, or no database's error."""
+        cause = self.__cause__
+        if isinstance(cause, psycopg.ProgrammingError):
+            return cause
+        return None if isinstance(cause, psycopg.Error | OSError) else cause
+
 
 class _StoredJson(TextBinaryLoader):
     """Leaves jsonb as received, with the version byte before the text: see codec.unwrap."""

@@ -267,7 +267,7 @@ class AsyncPool:
     async def connection(self, *, undo: bool = False) -> AsyncIterator[AsyncPsycopgConnection]:
         """Lend a connection; wait for one if all are lent. For `undo` see SyncPool."""
         loop = asyncio.get_running_loop()
-        if loop not in self._loops:
+        if loop not in self._loops or not self._loops[loop][0].is_here:
             # A semaphore that was waited for keeps its loop, and so its entry.
             for other in [reference() for reference in self._loops.keyrefs()]:
                 if other is not None and other.is_closed():

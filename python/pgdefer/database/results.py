@@ -204,7 +204,9 @@ class Waiter(NotifyConnection):
                         await self.listen(channel)
                     with translated():
                         (row,) = await self._ask(sql.RESULT, id=id)
-                except ConnectionLost:
+                except ConnectionLost as error:
+                    if error.lasting_cause is not None:
+                        raise error.lasting_cause from None
                     await asyncio.sleep(lost.delay())
                     continue
                 if _has_succeeded(id, row):

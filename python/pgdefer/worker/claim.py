@@ -87,11 +87,13 @@ class Batch:
     The first one stands for them where they wait, start and are timed.
     """
 
-    __slots__ = ("_left", "claims", "size")
+    __slots__ = ("_left", "claims", "has_started", "size")
 
     def __init__(self, size: int) -> None:
         self.size = size
         self.claims: list[Claim] = []
+        #: Whether one of them has, so that the slot counts as running until the last one leaves.
+        self.has_started = False
         # How many of them still use the slot.
         self._left = 0
 

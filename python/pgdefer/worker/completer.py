@@ -112,7 +112,7 @@ class Completer:
         """Send all outcomes; if one gets the call refused, send each alone."""
         for _ in range(2):  # replacements of refused ones are sent the second time
             left = len(self.unsent)
-            while left:
+            while left > 0:
                 sending = self.take()
                 left -= len(sending)
                 await self.send_apart(connection, sending)

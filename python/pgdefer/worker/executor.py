@@ -253,6 +253,7 @@ class Executor:
             claim.batch.claims = [each for each in claim.batch.claims if self._is_to_run(each)]
             if not claim.batch.claims:
                 return
+            claim.batch.has_started = True
             claim = claim.batch.claims[0]
         elif not self._is_to_run(claim):
             return
@@ -383,7 +384,8 @@ class Executor:
         if slots is not None:
             claim.slots = None
             if claim.batch is None or claim.batch.leave():
-                has_started = claim in self.running
+                batch = claim.batch
+                has_started = claim in self.running if batch is None else batch.has_started
                 slots.left(has_started=has_started)
                 if has_started and self._ahead[slots] and not self._is_starting:
                     self._is_starting = True

@@ -135,10 +135,9 @@ class Fetcher:
                 # Later a refusal may be mended: the database is restored, the password changed.
                 cause = error.__cause__
                 refusal = cause if cause is not None and is_refused(cause) else None
-                if cause is not None and not self._registration.was_accepted:
-                    is_fault = isinstance(cause, psycopg.Error | OSError)
-                    if refusal or isinstance(cause, psycopg.ProgrammingError) or not is_fault:
-                        raise cause from None
+                lasting = refusal or error.lasting_cause
+                if lasting is not None and not self._registration.was_accepted:
+                    raise lasting from None
                 log.warning("the connection was lost: %s", error)
                 now = asyncio.get_running_loop().time()
                 self._lost_claim_checks = [now + delay for delay in LOST_CLAIM_CHECKS]
@@ -491,8 +490,11 @@ class Fetcher:
             await self._completer.send_all(self._connection)
             await self._connection.call(sql.DEREGISTER_WORKER, worker=worker)
             self._registration.tell_done()
-            # Otherwise other sleeping workers would not be woken for a while.
-            await self._listener.after_sleep(worker)
+            # Otherwise other sleeping workers would not be woken for a while. A heartbeat may still
+            # use that connection.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2 * grace):
+                    await self._listener.after_sleep(worker)
             await self._completer.tell_ends(self._connection)
         except (ConnectionLost, psycopg.Error) as error:
             log.warning("the worker could not deregister: %s", error)

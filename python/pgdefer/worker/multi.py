@@ -135,7 +135,7 @@ class MultiWorker:
 
     @property
     def unreported(self) -> int:
-        """The number of outcomes that databases have not accepted yet; after the end: never."""
+        """The number of outcomes that databases have not accepted: after the end, for good."""
         return self._unreported + sum(worker.unreported for worker in self._all_workers())
 
     @property

@@ -51,7 +51,7 @@ class StreamRunner:
             args = await decode_args_async(claim.job)
             if claim.task is not None:
                 args = claim.task.versions.upgraded(args)
-        except Exception as error:
+        except (Exception, SystemExit, KeyboardInterrupt) as error:
             self._executor.ended(claim, failed(claim.job, None, error))
             return
         if not claim.is_released:

@@ -155,7 +155,7 @@ class Worker:
 
     @property
     def unreported(self) -> int:
-        """The number of outcomes that the database has not accepted yet; after the end: never."""
+        """The number of outcomes that the database has not accepted: after the end, for good."""
         return len(self.completer.unsent)
 
     @property

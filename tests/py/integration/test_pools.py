@@ -395,7 +395,10 @@ async def test_heartbeats_without_a_connection_of_their_own(dsn: str, conn: Conn
             raise RuntimeError("no answer from the service")
         return dsn
 
-    sessions = "select pid from pg_stat_activity where pid <> pg_backend_pid()"
+    sessions = (
+        "select pid from pg_stat_activity "
+        "where datname = current_database() and pid <> pg_backend_pid()"
+    )
     beats = f"{sessions} and query ~ 'queue.heartbeat'"
     pool: Any = ConnectionPool(find, open=False)  # type: ignore[arg-type]
     async with running(App(connection=pool), heartbeat_every=0.1, dead_after=60) as worker:

@@ -412,7 +412,7 @@ def test_a_hook_that_hangs_does_not_keep_the_worker(
 async def test_a_hook_that_swallows_its_cancel_does_not_keep_the_worker(
     app: App, monkeypatch: pytest.MonkeyPatch, event: Any
 ) -> None:
-    monkeypatch.setattr(reporting, "LAST", 0.1)
+    monkeypatch.setattr(reporting, "HOOK_SECONDS", 0.1)
     begun, is_over = asyncio.Event(), asyncio.Event()
 
     @app.on(event)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Iterable
 from typing import Any, cast
 
 import psycopg
@@ -19,20 +21,31 @@ from pgdefer.worker.reporting import Reporter
 
 
 class Database:
-    """Accepts outcomes, but raises instead of the answers to the calls with these numbers."""
+    """Accepts outcomes, but raises instead of the answers to the calls with these numbers.
+
+    The first outcomes of the jobs `refused` are refused.
+    """
 
     encoding = "UTF8"
 
-    def __init__(self, answers: dict[int, Exception] | None = None) -> None:
+    def __init__(
+        self, answers: dict[int, Exception] | None = None, refused: Iterable[int] = ()
+    ) -> None:
         self.calls: list[str] = []
         self._answers = answers or {}
+        self._refused = set(refused)
 
     async def call(self, statement: sql.Statement, **given: Any) -> list[Any]:
         assert statement is sql.FINISH_MANY
         self.calls.append(given["outcomes"])
         if error := self._answers.get(len(self.calls)):
             raise error
-        return [(each["id"], each["claim"], "failed", None) for each in self.ids()[-1]]
+        rows = []
+        for each in self.ids()[-1]:
+            error = "22023" if each["id"] in self._refused else None
+            self._refused.discard(each["id"])
+            rows.append((each["id"], each["claim"], "failed", error))
+        return rows
 
     def ids(self) -> list[list[dict[str, Any]]]:
         return [json.loads(text) for text in self.calls]
@@ -76,6 +89,16 @@ async def test_long_outcomes_are_sent_in_several_calls(monkeypatch: pytest.Monke
     await sender.send_all(cast("Connection", database))
     assert sent(database) == [[1, 2], [3], [4, 5], [6], [7]]
     assert taken.ids == [1, 2, 3, 4, 5, 6, 7]
+    assert sender.unsent == []
+
+
+async def test_a_refusal_in_the_first_of_several_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completer, "MAX_CALL", 3000)
+    taken, database = Taken(), Database(refused=[1])
+    sender = filled(taken, [2900, 200])
+    async with asyncio.timeout(10):
+        await sender.send_all(cast("Connection", database))
+    assert sent(database) == [[1], [2, 1]]
     assert sender.unsent == []
 
 

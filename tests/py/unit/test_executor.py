@@ -339,6 +339,7 @@ async def test_a_batch_starts_without_a_job_that_still_runs() -> None:
     bench.executor.give_back_waiting()
     assert bench.outcomes() == [(2, "succeeded"), (1, "released")]
     assert bench.slots.used == 1
+    assert bench.slots.running == 1, "of the first run of job 1"
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])

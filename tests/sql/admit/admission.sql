@@ -1,6 +1,6 @@
 -- Admission: late commits, slices, prepared transactions, rollbacks.
 
-select plan(61);
+select plan(64);
 
 \ir admission.helpers.psql
 
@@ -261,6 +261,8 @@ select queue.defer('needs it', needs => array[:poison]) \g /dev/null
 select queue.open_group('fault', '{"task": "group ended"}') \g /dev/null
 select queue.defer('in group', lock => 'poison', options => '{"group": "fault"}') \g /dev/null
 select queue.close_group('fault') \g /dev/null
+select queue.defer('held', options => '{"held": true}') as held \gset
+select queue.defer('waits', lock => 'poison', needs => array[:held]) as waits \gset
 select throws_ok('select pg_temp.run()', '23514', null, 'fetch fails');
 set client_min_messages = error;
 select lives_ok('select queue.tick()', 'tick does not');
@@ -272,6 +274,15 @@ select is((select j.state || ' ' || j.reason || ' ' || j.attempts from queue.job
 select matches((select j.error from queue.jobs j where j.id = :poison), 'lock_member_fault_check.* \(23514\)$', 'and says why');
 select is((select j.state from queue.jobs j where j.task = 'needs it'), 'upstream_failed', 'those that need it know');
 select is_empty('select * from queue.check()', 'sound');
+-- Who ends a job of a lock admits what is new.
+select queue.defer('ends', lock => 'b', concurrency_key => 'b', concurrency_limit => 1) as ends \gset
+select queue.tick() \g /dev/null
+select f.claim as ends_claim from queue.fetch(:worker, options => jsonb_build_object('ids', array[:ends])) f \gset
+select queue.defer('poison', lock => 'poison') \g /dev/null
+set client_min_messages = error;
+select lives_ok(format($$select queue.finish_many('[{"id": %s, "claim": %s, "outcome": "succeeded"}]')$$, :ends, :ends_claim), 'a job can end beside one at fault');
+reset client_min_messages;
+select is((select j.state from queue.jobs j where j.id = :ends), 'succeeded', 'and has succeeded');
 -- parked jobs, and as many faults as no jobs cause
 select queue.defer('p') from generate_series(1, 3) \g /dev/null
 do $$ begin perform queue._lock_admission(true), queue._admit(2); end $$;
@@ -287,6 +298,7 @@ alter table queue.lock_member drop constraint lock_member_fault_check;
 select lives_ok('select queue.tick()', 'until it is mended');
 reset client_min_messages;
 select is((select r.outcome from queue.retry(array[:poison]) r), 'ready', 'then it can be retried');
+select is((select r.outcome from queue.retry(array[:waits]) r), 'upstream_failed', 'and one with a need waits for that');
 select lives_ok($$select queue.delete_queue('default', true)$$, 'the rest goes');
 
 -- No other role can lock the row of the admission lock

@@ -1,6 +1,6 @@
 -- Deadlines: from dependents to their needs, from parents to children.
 
-select plan(17);
+select plan(19);
 
 \ir needs.helpers.psql
 
@@ -58,6 +58,25 @@ select queue.tick() \g /dev/null
 select queue.tick() \g /dev/null
 select is((select count(*) from queue.jobs j where j.task like 'c%' and j.deadline = '2099-01-01 00:00Z'), 40::bigint, 'to later admissions');
 do $$ begin execute current_setting('test.until'); end $$;
+call pg_temp.clear();
+
+-- Each of 40 jobs needs all before it: there are many ways to each, and it passes a deadline on once.
+do $$
+declare
+  v_ids bigint[] := '{}'::bigint[];
+begin
+  for n in 1 .. 40 loop
+    v_ids := v_ids || queue.defer('c' || n, needs => v_ids);
+  end loop;
+end $$;
+select pg_temp.states() \g /dev/null
+select queue.defer('d', needs => array[pg_temp.id('c40')], deadline => '2099-01-01 00:00Z') \g /dev/null
+begin;
+select pg_stat_get_xact_numscans('queue.need_pkey'::regclass) as before \gset
+select queue.tick() \g /dev/null
+select cmp_ok(pg_stat_get_xact_numscans('queue.need_pkey'::regclass) - :before, '<', 400::bigint, 'each is asked for its needs once, not for each way');
+commit;
+select is((select count(*) from queue.jobs j where j.task like 'c%' and j.deadline = '2099-01-01 00:00Z'), 40::bigint, 'and gets the deadline');
 call pg_temp.clear();
 
 -- A child's deadline
