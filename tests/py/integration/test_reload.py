@@ -74,14 +74,15 @@ def test_a_change_of_the_code_starts_the_worker_anew(
 
     first = wait_for(alive)
     assert run() == 1
-    change("VERSION = 1", "VERSION = 2")
+    # of another length each: Python finds stale bytecode by the second and the size of the source
+    change("VERSION = 1", "VERSION = 20")
     second: int = wait_for(lambda: (found := alive()) > first and found)
-    assert run() == 2
-    change("VERSION = 2", "VERSION = ")  # its import fails, so the worker ends
+    assert run() == 20
+    change("VERSION = 20", "VERSION = ")  # its import fails, so the worker ends
     wait_for(lambda: not alive())
-    change("VERSION = ", "VERSION = 3")
+    change("VERSION = ", "VERSION = 300")
     wait_for(lambda: alive() > second)
-    assert run() == 3
+    assert run() == 300
     reloading.send_signal(signal.SIGTERM)
     assert reloading.wait(300) == 0
     wait_for(lambda: not alive())
