@@ -220,7 +220,7 @@ select is(pg_temp.seen('pgdefer_audit_none'), case when :'is_superuser' = 'on' t
 rollback;
 select is(pg_temp.written('pgdefer_audit_shop', $$select queue.pause('shop2'), queue.pause('shop*')$$), 'pause pause', 'it is audited like others');
 select matches(pg_temp.written('pgdefer_audit_operator', c.call), '^42501', c.call)
-from unnest(array['delete from queue.audit_log', 'update queue.audit set role = ''x''', 'truncate queue.audit_log',
+from unnest(array['delete from queue.audit_log', 'update queue.audit_log set role = ''x''', 'truncate queue.audit_log',
   $$select queue.prune(10, 'audit', '0')$$]) c (call);
 select is(pg_temp.written('', $$select queue.prune(10, 'audit')$$), '22023 the audit is pruned by age only', 'not without an age');
 select is(queue.prune(10, 'audit', '1 hour'), 0, 'younger rows stay');

@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(173);
+select plan(174);
 
 \ir permissions.helpers.psql
 
@@ -165,11 +165,11 @@ insert into calls values
   ('insert into queue.log (task) values (''t'')', ''),
   ('update queue.active_job set claim = null', ''),
   ('delete from queue.finished', ''),
-  ('update queue.tasks set name = ''x''', ''),
+  ('update queue.task set name = ''x''', ''),
   ('select from queue.admission for update', ''),
   ('lock table queue.admission', ''),
   ('truncate queue.log', ''),
-  ('delete from queue.audit', ''),
+  ('delete from queue.audit_log', ''),
   ('insert into queue.audit_log (role, call, args) values (''x'', ''x'', ''{}'')', ''),
   ('select nextval(''queue.claim_seq'')', ''),
   ('select nextval(''queue.job_id_seq'')', ''),
@@ -184,6 +184,8 @@ select is((select string_agg(k.kind, '' order by strpos('pwor', k.kind)) from ki
 from calls c;
 select is((select string_agg(distinct pg_temp.as_role(k.role, c.call), ', ') from calls c cross join kinds k where k.kind = '' or strpos(c.may, k.kind) = 0),
           '42501', 'a role without the right gets that error, and nothing else');
+select is((select string_agg(distinct pg_temp.as_role(k.role, c.call), ', ') from kinds k cross join unnest('{update queue.tasks set name = $$x$$,delete from queue.audit}'::text[]) c (call) where k.kind = 'o'),
+          '55000', 'not even operators write through a view');
 select is(pg_temp.as_role('pgdefer_tap_both', 'select queue.defer(''t''), (select count(*) from queue.jobs)'), 'ok', 'two kinds add up');
 select is(pg_temp.as_role('pgdefer_tap_both', 'select queue.fetch(1)'), '42501', 'to no more');
 
