@@ -10437,7 +10437,8 @@ end $$;
 -- fails, so that it does not stop all others for good. No fault is known that a job can cause here: this is
 -- for those that are not. If there are more than a hundred such jobs in one call, the fault is hardly theirs.
 -- Locks: as _admit_gated; the row of a queueing lock by skip locked. Raises: what the hundred and first job
--- raises, or one that another transaction is replacing.
+-- raises, or one that another transaction is replacing. Why no wake-up is lost: _advance tells those that
+-- need the job, and its group. Two sessions: admit/admission.fault.spec.
 create or replace function queue._admit_singly(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
