@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["MOST", "MOST_OF_MANY", "WAIT", "Filling", "Prefetch"]
+__all__ = ["MOST", "MOST_OF_MANY", "SOON", "WAIT", "Filling", "Prefetch"]
 
 # How many jobs are claimed ahead at most, unless the worker's options say otherwise: about as many
 # small ones as fit into one answer of queue.fetch (64 kB).
@@ -15,6 +15,9 @@ MOST_OF_MANY = 100
 # seconds.
 AHEAD = 0.05
 WAIT = 0.2
+# As many as start within this time are claimed ahead also where an answer was not full: that is
+# about a round trip, so that no other worker could have started them earlier. In seconds.
+SOON = 0.005
 # How many jobs to ask for at most where these are to fill batches.
 MOST_IN_BATCHES = 1000
 # An answer that was not full, but holds at least so many jobs, may have been cut to 64 kB: as
@@ -29,11 +32,13 @@ class Prefetch:
 
     That begins with none and doubles with each answer that was full. It halves where jobs waited
     longer than AHEAD, because handlers that compute in the event loop end one at a time, however
-    many slots there are. It halves, too, where an answer may have been cut. Any other answer that
-    was not full means that other workers may have nothing to do: then it begins anew. So it does
-    where jobs were given back, as they had waited too long; from half of what it was then it only
-    grows by the slots with each answer (as the congestion window of TCP does, RFC 5681), so that
-    slow jobs which come again and again make few others go back.
+    many slots there are. It halves, too, where an answer may have been cut, but not to less than
+    that answer held. Any other answer that was not full means that other workers may have nothing
+    to do: then it begins anew. Both keep as many as start within SOON: jobs that come many at a
+    time, and are done before the next come, are claimed in one answer.
+    It also begins anew where jobs were given back, as they had waited too long; from half of what
+    it was then it only grows by the slots with each answer (as the congestion window of TCP does,
+    RFC 5681), so that slow jobs which come again and again make few others go back.
     """
 
     __slots__ = ("_doubles_to", "_is_late", "_mean", "_most", "_slots", "_started", "_window")
@@ -53,11 +58,7 @@ class Prefetch:
     @property
     def allowed(self) -> int:
         """How many jobs may be claimed ahead now."""
-        if not 0 <= self._mean <= AHEAD:
-            return 0
-        if self._mean * self._window <= AHEAD * self._slots:
-            return self._window
-        return int(AHEAD * self._slots / self._mean)
+        return min(self._window, self._start_within(AHEAD)) if self._mean <= AHEAD else 0
 
     def ended(self, duration: float) -> None:
         """Take in how long a job ran."""
@@ -66,13 +67,14 @@ class Prefetch:
 
     def answered(self, asked: int, came: int) -> None:
         """Take in how many jobs an answer held of those that were asked for."""
+        soon = 0 if self._is_late else self._start_within(SOON)
         if came == asked and not self._is_late:
             doubled = min(2 * self._window, self._doubles_to)
             self._window = min(max(self._window + self._slots, doubled), self._most)
         elif came == asked or came >= FIT:
-            self._window //= 2
+            self._window = max(self._window // 2, min(self._window, came, soon))
         else:
-            self._window = 0
+            self._window = min(self._window, soon)
         self._is_late = False
 
     def waited(self, seconds: float) -> None:
@@ -91,6 +93,14 @@ class Prefetch:
         if self._window:
             self._doubles_to = self._window // 2
         self._window = 0
+
+    def _start_within(self, seconds: float) -> int:
+        """Return how many jobs start within so many seconds, if they run as long as the last."""
+        if self._mean < 0:
+            return 0
+        if self._mean == 0:
+            return self._most
+        return int(min(seconds * self._slots / self._mean, self._most))
 
 
 class Filling:

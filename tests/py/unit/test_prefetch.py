@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from pgdefer.worker.prefetch import AHEAD, FIT, WAIT, Prefetch
+from pgdefer.worker.prefetch import AHEAD, FIT, SOON, WAIT, Prefetch
 
 
-def grown(answers: int, slots: int = 20, most: int = 500) -> Prefetch:
-    """Return what allows jobs ahead after so many full answers, with jobs that took no time."""
+def grown(answers: int, slots: int = 20, most: int = 500, seconds: float = 0.0) -> Prefetch:
+    """Return what allows jobs ahead after so many full answers, with jobs that took so long."""
     prefetch = Prefetch(slots, most)
-    prefetch.ended(0.0)
+    prefetch.ended(seconds)
     for _ in range(answers):
         prefetch.answered(100, 100)
     return prefetch
@@ -55,14 +55,43 @@ def test_it_halves_once_for_each_answer_whose_jobs_waited_long() -> None:
 
 
 def test_it_halves_where_the_answer_may_be_as_long_as_it_can_be() -> None:
-    prefetch = grown(5)
+    prefetch = grown(5, seconds=AHEAD / 20)
     prefetch.answered(100, FIT)
     assert prefetch.allowed == 160
 
 
+def test_it_then_keeps_what_came_if_that_many_start_soon() -> None:
+    prefetch = grown(5)
+    prefetch.answered(400, 200)
+    assert prefetch.allowed == 200
+    prefetch.answered(400, FIT)
+    assert prefetch.allowed == 100
+    prefetch.answered(400, 300)
+    assert prefetch.allowed == 100
+
+
 @pytest.mark.parametrize("came", [0, 1, FIT - 1])
 def test_it_begins_anew_where_others_may_have_nothing_to_do(came: int) -> None:
+    prefetch = grown(5, seconds=AHEAD)
+    prefetch.answered(40, came)
+    prefetch.ended(0.0)
+    assert prefetch.allowed == 2  # 20 slots, SOON / AHEAD
+
+
+@pytest.mark.parametrize("came", [0, 1, FIT - 1])
+def test_it_keeps_those_that_start_soon(came: int) -> None:
     prefetch = grown(5)
+    prefetch.answered(100, came)
+    assert prefetch.allowed == 320
+    prefetch.ended(SOON)
+    prefetch.answered(100, came)
+    assert prefetch.allowed == 160  # a mean of SOON / 8: 20 slots start 8 each
+
+
+@pytest.mark.parametrize("came", [0, 1, FIT - 1])
+def test_it_keeps_none_where_jobs_waited_long(came: int) -> None:
+    prefetch = grown(5)
+    prefetch.waited(AHEAD * 1.01)
     prefetch.answered(100, came)
     assert prefetch.allowed == 0
     prefetch.answered(20, 20)
