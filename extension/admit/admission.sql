@@ -24,7 +24,7 @@
 -- Admits in this order: pending settlements, a slice of each new range, a slice of the most urgent part of
 -- the backlog, jobs that are due.
 -- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). p_singly: as
--- _admit_singly. has_more: another call will find more.
+-- _admit_singly and _set_aside. has_more: another call will find more.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit(
   p_slice integer, p_is_lazy boolean default false, p_queues text[] default null,
@@ -54,7 +54,7 @@ begin
   -- a slow read met many rows that are not visible yet: let the cursor pass them
   v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if v_new.has_pending then
-    v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
+    v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own, p_singly);
     perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
     -- a yield may need a job that is admitted below
     v_new.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
@@ -106,8 +106,9 @@ begin
   has_more := has_more or v_has_backlog;
 end $$;
 
--- As _admit, but a new job that fails at the gates stops no other; an error elsewhere is raised again. fetch
--- does without: it would cost a savepoint each time, and heartbeats come soon (work/maintenance.sql).
+-- As _admit, but a new job that fails at the gates stops no other, and no claim does whose end can't be
+-- settled; an error elsewhere is raised again. fetch does without: it would cost a savepoint each time, and
+-- heartbeats come soon (work/maintenance.sql).
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit_surely(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$

@@ -196,11 +196,11 @@ begin
     cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d));
 end $$;
 
--- Reads new pending settlements by the same snapshots as the log.
+-- Reads new pending settlements by the same snapshots as the log. p_singly: those at fault are set aside.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._take_settlements(
-  p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8, out ids bigint[], out kinds text[],
-  out flags smallint[], out payloads jsonb[])
+  p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8, p_singly boolean, out ids bigint[],
+  out kinds text[], out flags smallint[], out payloads jsonb[])
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with gone as (
@@ -216,6 +216,76 @@ begin
   select array_agg(g.job_id order by g.seq), array_agg(g.kind order by g.seq),
     array_agg(g.flags order by g.seq), array_agg(g.payload order by g.seq)
   into ids, kinds, flags, payloads from gone g;
+  if p_singly then
+    select a.ids, a.kinds, a.flags, a.payloads into ids, kinds, flags, payloads
+    from queue._set_aside(ids, kinds, flags, payloads) a;
+  end if;
+end $$;
+
+-- Sets those settlements aside that fail on their own, so that they don't stop all others for good, and
+-- returns the others. No such fault is known: this is for those that are not. What is set aside lies behind
+-- the cursor, where check() shows it, and is tried again by maintenance (_retry_aside).
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: what is set aside wakes nobody until it
+-- is settled.
+create or replace function queue._set_aside(p_ids bigint[], p_kinds text[], p_flags smallint[],
+  p_payloads jsonb[], out ids bigint[], out kinds text[], out flags smallint[], out payloads jsonb[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_item record;
+  v_faulty bigint[] := '{}'::bigint[];
+  v_error text;
+begin
+  for v_item in
+    select u.id, u.kind, u.flags, u.payload, u.n
+    from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
+  loop
+    v_error := queue._settling_error(v_item.id, v_item.kind, v_item.flags, v_item.payload);
+    if v_error is not null then
+      raise warning 'pgdefer: the end of job % can''t be settled, and is set aside: %', v_item.id, v_error;
+      v_faulty := v_faulty || v_item.n;
+      insert into queue.pending_settlement (xid, job_id, kind, flags, payload)
+      values ({{aside}}, v_item.id, v_item.kind, v_item.flags, v_item.payload);
+    end if;
+  end loop;
+  select array_agg(u.id order by u.n), array_agg(u.kind order by u.n), array_agg(u.flags order by u.n),
+    array_agg(u.payload order by u.n)
+  into ids, kinds, flags, payloads
+  from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
+  where u.n <> all (v_faulty);
+end $$;
+
+-- Tries to settle one settlement alone, and rolls that back. Returns the error, or NULL.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._settling_error(p_id bigint, p_kind text, p_flags smallint, p_payload jsonb)
+returns text language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_is_settled boolean := false;
+begin
+  begin
+    perform queue._settle_slots(array[p_id], array[p_kind], array[p_flags],
+      case when p_payload is not null then array[p_payload] end);
+    perform queue._settle(array[p_id], array[p_kind], array[p_flags]);
+    v_is_settled := true;
+    raise raise_exception;  -- rolls it back
+  exception when raise_exception or data_exception or integrity_constraint_violation
+    or program_limit_exceeded then
+    return case when not v_is_settled then format('%s (%s)', sqlerrm, sqlstate) end;
+  end;
+end $$;
+
+-- Hands up to a hundred of those that were set aside to the next admission, if they can be settled now.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._retry_aside()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.pending_settlement h set xid = pg_current_xact_id()
+  where h.xid = {{aside}} and h.seq = any (array(
+    select a.seq
+    from (
+      select s.seq, s.job_id, s.kind, s.flags, s.payload
+      from queue.pending_settlement s
+      where s.xid = {{aside}} order by random() limit 100) a
+    where queue._settling_error(a.job_id, a.kind, a.flags, a.payload) is null));
 end $$;
 
 -- Committed pending settlements that the cursor has passed, so that no admission would ever read them. There
@@ -231,11 +301,12 @@ begin
     join queue.pending_settlement h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
 end $$;
 
--- Hands orphaned settlements to the next admission.
+-- Hands orphaned settlements to the next admission, but those that were set aside.
 -- Locks: the caller holds the admission lock, so that neither the cursor nor the settlements move meanwhile.
 create or replace function queue._repair_settlements()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.pending_settlement h set xid = pg_current_xact_id()
-  where (h.xid, h.seq) in (select o.xid, o.seq from queue._orphaned_settlements() o);
+  where (h.xid, h.seq) in (select o.xid, o.seq from queue._orphaned_settlements() o
+    where o.xid <> {{aside}});
 end $$;

@@ -10931,11 +10931,11 @@ begin
     cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d));
 end $$;
 
--- Reads new pending settlements by the same snapshots as the log.
+-- Reads new pending settlements by the same snapshots as the log. p_singly: those at fault are set aside.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._take_settlements(
-  p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8, out ids bigint[], out kinds text[],
-  out flags smallint[], out payloads jsonb[])
+  p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8, p_singly boolean, out ids bigint[],
+  out kinds text[], out flags smallint[], out payloads jsonb[])
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with gone as (
@@ -10951,6 +10951,76 @@ begin
   select array_agg(g.job_id order by g.seq), array_agg(g.kind order by g.seq),
     array_agg(g.flags order by g.seq), array_agg(g.payload order by g.seq)
   into ids, kinds, flags, payloads from gone g;
+  if p_singly then
+    select a.ids, a.kinds, a.flags, a.payloads into ids, kinds, flags, payloads
+    from queue._set_aside(ids, kinds, flags, payloads) a;
+  end if;
+end $$;
+
+-- Sets those settlements aside that fail on their own, so that they don't stop all others for good, and
+-- returns the others. No such fault is known: this is for those that are not. What is set aside lies behind
+-- the cursor, where check() shows it, and is tried again by maintenance (_retry_aside).
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: what is set aside wakes nobody until it
+-- is settled.
+create or replace function queue._set_aside(p_ids bigint[], p_kinds text[], p_flags smallint[],
+  p_payloads jsonb[], out ids bigint[], out kinds text[], out flags smallint[], out payloads jsonb[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_item record;
+  v_faulty bigint[] := '{}'::bigint[];
+  v_error text;
+begin
+  for v_item in
+    select u.id, u.kind, u.flags, u.payload, u.n
+    from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
+  loop
+    v_error := queue._settling_error(v_item.id, v_item.kind, v_item.flags, v_item.payload);
+    if v_error is not null then
+      raise warning 'pgdefer: the end of job % can''t be settled, and is set aside: %', v_item.id, v_error;
+      v_faulty := v_faulty || v_item.n;
+      insert into queue.pending_settlement (xid, job_id, kind, flags, payload)
+      values ('0'::xid8, v_item.id, v_item.kind, v_item.flags, v_item.payload);
+    end if;
+  end loop;
+  select array_agg(u.id order by u.n), array_agg(u.kind order by u.n), array_agg(u.flags order by u.n),
+    array_agg(u.payload order by u.n)
+  into ids, kinds, flags, payloads
+  from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
+  where u.n <> all (v_faulty);
+end $$;
+
+-- Tries to settle one settlement alone, and rolls that back. Returns the error, or NULL.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._settling_error(p_id bigint, p_kind text, p_flags smallint, p_payload jsonb)
+returns text language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_is_settled boolean := false;
+begin
+  begin
+    perform queue._settle_slots(array[p_id], array[p_kind], array[p_flags],
+      case when p_payload is not null then array[p_payload] end);
+    perform queue._settle(array[p_id], array[p_kind], array[p_flags]);
+    v_is_settled := true;
+    raise raise_exception;  -- rolls it back
+  exception when raise_exception or data_exception or integrity_constraint_violation
+    or program_limit_exceeded then
+    return case when not v_is_settled then format('%s (%s)', sqlerrm, sqlstate) end;
+  end;
+end $$;
+
+-- Hands up to a hundred of those that were set aside to the next admission, if they can be settled now.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._retry_aside()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.pending_settlement h set xid = pg_current_xact_id()
+  where h.xid = '0'::xid8 and h.seq = any (array(
+    select a.seq
+    from (
+      select s.seq, s.job_id, s.kind, s.flags, s.payload
+      from queue.pending_settlement s
+      where s.xid = '0'::xid8 order by random() limit 100) a
+    where queue._settling_error(a.job_id, a.kind, a.flags, a.payload) is null));
 end $$;
 
 -- Committed pending settlements that the cursor has passed, so that no admission would ever read them. There
@@ -10966,13 +11036,14 @@ begin
     join queue.pending_settlement h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
 end $$;
 
--- Hands orphaned settlements to the next admission.
+-- Hands orphaned settlements to the next admission, but those that were set aside.
 -- Locks: the caller holds the admission lock, so that neither the cursor nor the settlements move meanwhile.
 create or replace function queue._repair_settlements()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.pending_settlement h set xid = pg_current_xact_id()
-  where (h.xid, h.seq) in (select o.xid, o.seq from queue._orphaned_settlements() o);
+  where (h.xid, h.seq) in (select o.xid, o.seq from queue._orphaned_settlements() o
+    where o.xid <> '0'::xid8);
 end $$;
 
 -- admit/backlog.sql
@@ -11260,7 +11331,7 @@ end $$;
 -- Admits in this order: pending settlements, a slice of each new range, a slice of the most urgent part of
 -- the backlog, jobs that are due.
 -- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). p_singly: as
--- _admit_singly. has_more: another call will find more.
+-- _admit_singly and _set_aside. has_more: another call will find more.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit(
   p_slice integer, p_is_lazy boolean default false, p_queues text[] default null,
@@ -11290,7 +11361,7 @@ begin
   -- a slow read met many rows that are not visible yet: let the cursor pass them
   v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if v_new.has_pending then
-    v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
+    v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own, p_singly);
     perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
     -- a yield may need a job that is admitted below
     v_new.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
@@ -11342,8 +11413,9 @@ begin
   has_more := has_more or v_has_backlog;
 end $$;
 
--- As _admit, but a new job that fails at the gates stops no other; an error elsewhere is raised again. fetch
--- does without: it would cost a savepoint each time, and heartbeats come soon (work/maintenance.sql).
+-- As _admit, but a new job that fails at the gates stops no other, and no claim does whose end can't be
+-- settled; an error elsewhere is raised again. fetch does without: it would cost a savepoint each time, and
+-- heartbeats come soon (work/maintenance.sql).
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit_surely(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -14515,7 +14587,7 @@ begin
     having count(*) > 0;
   end if;
   if random() < 0.1 then
-    perform queue._repair_cursor();
+    perform queue._repair_cursor(), queue._retry_aside();
   end if;
   perform queue._recount_limited();
   perform queue._repair_replacing();
@@ -14539,12 +14611,14 @@ begin
              where pg_visible_in_snapshot(x, pg_current_snapshot()))))
          then clock_timestamp() end,
     case when exists (select from queue.pending_settlement h
-      where pg_visible_in_snapshot(h.xid, pg_current_snapshot())) then clock_timestamp() + interval '10 ms'
+      where h.xid > '0'::xid8 and pg_visible_in_snapshot(h.xid, pg_current_snapshot()))
+           then clock_timestamp() + interval '10 ms'
     -- a settlement that waits for the end of a transaction (_row_locker), which wakes no worker
-         when exists (select from queue.pending_settlement h where h.kind <> 'group')
+         when exists (select from queue.pending_settlement h where h.xid > '0'::xid8 and h.kind <> 'group')
            then clock_timestamp() + interval '100 ms'
     -- a transaction that adds jobs to a group may be long, and its commit wakes a worker
-         when exists (select from queue.pending_settlement) then clock_timestamp() + interval '1 s' end,
+         when exists (select from queue.pending_settlement h where h.xid > '0'::xid8)
+           then clock_timestamp() + interval '1 s' end,
     (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
     (select s.due_at from queue.schedule s where s.due_at >= c.due_at order by s.due_at limit 1),
     case when c.due_at > clock_timestamp() then clock_timestamp() end,  -- the clock was set back
@@ -17224,7 +17298,7 @@ begin
   end if;
   return (
     select not (k.has_backlog or k.due_at > v_now
-      or exists (select from queue.pending_settlement)
+      or exists (select from queue.pending_settlement h where h.xid > '0'::xid8)
       or coalesce(queue._next_lease_end() <= v_now, false)
       or exists (select from queue.schedule s where s.due_at >= k.due_at and s.due_at <= v_now)
       or exists (

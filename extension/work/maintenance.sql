@@ -140,7 +140,7 @@ begin
     having count(*) > 0;
   end if;
   if random() < 0.1 then
-    perform queue._repair_cursor();
+    perform queue._repair_cursor(), queue._retry_aside();
   end if;
   perform queue._recount_limited();
   perform queue._repair_replacing();
@@ -164,12 +164,14 @@ begin
              where pg_visible_in_snapshot(x, pg_current_snapshot()))))
          then clock_timestamp() end,
     case when exists (select from queue.pending_settlement h
-      where pg_visible_in_snapshot(h.xid, pg_current_snapshot())) then clock_timestamp() + interval '10 ms'
+      where h.xid > {{aside}} and pg_visible_in_snapshot(h.xid, pg_current_snapshot()))
+           then clock_timestamp() + interval '10 ms'
     -- a settlement that waits for the end of a transaction (_row_locker), which wakes no worker
-         when exists (select from queue.pending_settlement h where h.kind <> 'group')
+         when exists (select from queue.pending_settlement h where h.xid > {{aside}} and h.kind <> 'group')
            then clock_timestamp() + interval '100 ms'
     -- a transaction that adds jobs to a group may be long, and its commit wakes a worker
-         when exists (select from queue.pending_settlement) then clock_timestamp() + interval '1 s' end,
+         when exists (select from queue.pending_settlement h where h.xid > {{aside}})
+           then clock_timestamp() + interval '1 s' end,
     (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
     (select s.due_at from queue.schedule s where s.due_at >= c.due_at order by s.due_at limit 1),
     case when c.due_at > clock_timestamp() then clock_timestamp() end,  -- the clock was set back

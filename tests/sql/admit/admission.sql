@@ -234,8 +234,8 @@ select pg_current_snapshot() as before \gset
 insert into queue.pending_settlement (job_id, kind, flags) values (:id, 'recheck', 0);
 select pg_current_snapshot() as after \gset
 begin;
-select is((select s.ids from queue._take_settlements('3', '{}', :'before', null) s), null, 'a settlement that was in flight');
-select is((select s.ids from queue._take_settlements('3', '{}', :'after', null) s), array[:id::bigint], 'and one that was not');
+select is((select s.ids from queue._take_settlements('3', '{}', :'before', null, false) s), null, 'a settlement that was in flight');
+select is((select s.ids from queue._take_settlements('3', '{}', :'after', null, false) s), array[:id::bigint], 'and one that was not');
 rollback;
 select queue.fetch(:worker) \g /dev/null
 
