@@ -17731,8 +17731,9 @@ comment on function queue.unhold(bigint) is 'Releases a held job. Returns its ne
 -- operate/cancel_children.sql
 -- Cancelling the children of a job: the jobs that it has deferred and waits for, and theirs.
 
--- Locks: as in operate/change.sql, for at most 1,000 jobs, which are looked up first. A child that is
--- deferred meanwhile is not among them. Why no wake-up is lost: as for cancel; the parent's wait ends
+-- Locks: as in operate/change.sql, for at most 1,000 jobs, which are looked up first; then rows of
+-- queue.active_job and queue.queueing_lock by skip locked, for those that one of them has begun to wait for
+-- meanwhile. Why no wake-up is lost: as for cancel; the parent's wait ends
 -- with its children.
 -- Two sessions: operate/cancel_children.claim.spec.
 -- Raises: 22023, QJ001, QJ008.
@@ -17761,6 +17762,11 @@ begin
   end if;
   v_ids := queue._unfinished_children(cancel_children.job, cancel_children.abort is true, v_allowed);
   perform queue._lock_all_for_change(v_ids);
+  v_ids := v_ids || array(
+    select u.id
+    from unnest(queue._unfinished_children(
+      cancel_children.job, cancel_children.abort is true, v_allowed)) u (id)
+    where u.id <> all (v_ids));
   v_before := queue._jobs_before(v_ids);
   for v_child in select u.id from unnest(v_ids) u (id) order by u.id loop
     select aj.claim, aj.worker_id into v_active from queue.active_job aj

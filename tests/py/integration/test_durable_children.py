@@ -13,6 +13,8 @@ from pgdefer import App, JobCancelled, JobFailed, current_job
 from .conftest import Jobs, running, until
 
 Connection = psycopg.Connection[Any]
+# The states of what `define` defines, once all that can start has.
+WAITING = ["waiting", "running", "held", "waiting", "held"]
 
 
 def define(app: App) -> list[str]:
@@ -46,9 +48,8 @@ def define(app: App) -> list[str]:
 async def test_a_cancelled_job_cancels_its_children(app: App, jobs: Jobs, is_async: bool) -> None:
     ended = define(app)
     job = app.defer("outer")
-    waiting = ["waiting", "running", "held", "waiting", "held"]
     async with running(app):
-        await until(lambda: [row["state"] for row in jobs()] == waiting)
+        await until(lambda: [row["state"] for row in jobs()] == WAITING)
         if is_async:
             assert await job.cancel_async(children=True) == "cancelled"
             assert await job.cancel_children_async() == []
@@ -73,7 +74,8 @@ async def test_its_running_children_are_stopped(app: App, jobs: Jobs) -> None:
     ended = define(app)
     job = app.defer("outer")
     async with running(app):
-        await until(lambda: [row["state"] for row in jobs()].count("held") == 2)
+        # Only then has the inner one begun to wait for the last: until then that is nobody's child.
+        await until(lambda: [row["state"] for row in jobs()] == WAITING)
         assert await job.cancel_async(abort=True, children=True) == "cancelled"
         rows = await jobs.end()
     assert {row["state"] for row in rows} == {"cancelled"}
