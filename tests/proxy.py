@@ -46,6 +46,9 @@ class Proxy:
 
     def close(self) -> None:
         """End for good."""
+        # Closed only, it would still accept one connection: `_accept` waits for that.
+        with contextlib.suppress(OSError):
+            self._listening.shutdown(socket.SHUT_RDWR)
         self._listening.close()
         self.cut()
         self.heal()
