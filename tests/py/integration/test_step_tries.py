@@ -87,8 +87,8 @@ async def test_a_step_is_tried_again(
     assert (row["attempts"], row["failures"]) == (4, 1)  # that of the handler
     query = "select name, failures, error from queue.steps"
     assert conn.execute(query).fetchall() == [("charge", 2, None)]
-    outcomes = "select outcome, error from queue.attempts order by claim"
-    assert conn.execute(outcomes).fetchall() == [
+    # Without a run that was given back: on a busy machine its thread ends after the next claim.
+    assert [(row["outcome"], row["error"]) for row in jobs.attempts()] == [
         ("failed", "ValueError: no money 1"),
         ("failed", "ValueError: no money 2"),
         ("failed", "RuntimeError: later"),
