@@ -10961,7 +10961,7 @@ end $$;
 -- returns the others. No such fault is known: this is for those that are not. What is set aside lies behind
 -- the cursor, where check() shows it, and is tried again by maintenance (_retry_aside).
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: what is set aside wakes nobody until it
--- is settled.
+-- is settled. Two sessions: admit/settle.fault.spec.
 create or replace function queue._set_aside(p_ids bigint[], p_kinds text[], p_flags smallint[],
   p_payloads jsonb[], out ids bigint[], out kinds text[], out flags smallint[], out payloads jsonb[])
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -10990,26 +10990,25 @@ begin
 end $$;
 
 -- Tries to settle one settlement alone, and rolls that back. Returns the error, or NULL.
--- Locks: the caller holds the admission lock.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: nothing of it remains.
 create or replace function queue._settling_error(p_id bigint, p_kind text, p_flags smallint, p_payload jsonb)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_is_settled boolean := false;
 begin
-  begin
-    perform queue._settle_slots(array[p_id], array[p_kind], array[p_flags],
-      case when p_payload is not null then array[p_payload] end);
-    perform queue._settle(array[p_id], array[p_kind], array[p_flags]);
-    v_is_settled := true;
-    raise raise_exception;  -- rolls it back
-  exception when raise_exception or data_exception or integrity_constraint_violation
-    or program_limit_exceeded then
-    return case when not v_is_settled then format('%s (%s)', sqlerrm, sqlstate) end;
-  end;
+  perform queue._settle_slots(array[p_id], array[p_kind], array[p_flags],
+    case when p_payload is not null then array[p_payload] end);
+  perform queue._settle(array[p_id], array[p_kind], array[p_flags]);
+  v_is_settled := true;
+  raise raise_exception;  -- rolls it back
+exception when raise_exception or data_exception or integrity_constraint_violation
+  or program_limit_exceeded then
+  return case when not v_is_settled then format('%s (%s)', sqlerrm, sqlstate) end;
 end $$;
 
 -- Hands up to a hundred of those that were set aside to the next admission, if they can be settled now.
--- Locks: the caller holds the admission lock.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: they get the xid of this transaction,
+-- which the cursor has not passed. Two sessions: admit/settle.fault.spec.
 create or replace function queue._retry_aside()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
