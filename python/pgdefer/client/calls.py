@@ -53,7 +53,7 @@ class ClientCalls(ClientBase):
             if self.stand_in is not None:
                 own = stack.enter_context(self.stand_in.transaction())
             else:
-                own = stack.enter_context(self.pool.connection(undo=callers))
+                own = stack.enter_context(self.pool.connection(waits=not callers, undo=callers))
                 stack.enter_context(own.transaction())
             yield own
 
@@ -78,7 +78,7 @@ class ClientCalls(ClientBase):
             return
         if defaults and self.source.is_chosen:
             # The caller may hold the last connection, of the application's pool or of this one.
-            with self.own_pool.connection(undo=True) as own:
+            with self.own_pool.connection(waits=False) as own:
                 self.register(own)
         with lent(callers) as used:
             if defaults and not self.source.is_chosen:

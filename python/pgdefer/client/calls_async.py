@@ -54,7 +54,9 @@ class AsyncClientCalls(ClientBase):
             if self.stand_in is not None:
                 own = await stack.enter_async_context(self.stand_in.transaction_async())
             else:
-                own = await stack.enter_async_context(self.pool_async.connection(undo=callers))
+                own = await stack.enter_async_context(
+                    self.pool_async.connection(waits=not callers, undo=callers)
+                )
                 await stack.enter_async_context(own.transaction())
             yield own
 
@@ -79,7 +81,7 @@ class AsyncClientCalls(ClientBase):
             return
         if defaults and self.source.is_chosen:
             # The caller may hold the last connection, of the application's pool or of this one.
-            async with self.own_pool_async.connection(undo=True) as own:
+            async with self.own_pool_async.connection(waits=False) as own:
                 await self.register_async(own)
         async with lent_async(callers) as used:
             if defaults and not self.source.is_chosen:

@@ -20,13 +20,14 @@ class CallersPool:
         self._pool = pool
 
     @contextlib.contextmanager
-    def connection(self, *, undo: bool = False) -> Iterator[PsycopgConnection]:
+    def connection(self, *, waits: bool = True, undo: bool = False) -> Iterator[PsycopgConnection]:
         """Lend a connection; its transaction, if it has begun one, commits at the end.
 
-        `undo` has no effect: what its sessions keep is for the application to decide.
+        `waits` and `undo` have no effect: how long it waits, and what its sessions keep, is for the
+        application to decide.
         Raises TypeError for a pool of the other kind, the pool's own errors if it lends none.
         """
-        del undo
+        del waits, undo
         if not is_pool(self._pool, "ConnectionPool"):
             raise TypeError(unfit(self._pool))
         with contextlib.ExitStack() as stack:

@@ -19,13 +19,16 @@ class AsyncCallersPool:
         self._pool = pool
 
     @contextlib.asynccontextmanager
-    async def connection(self, *, undo: bool = False) -> AsyncIterator[AsyncPsycopgConnection]:
+    async def connection(
+        self, *, waits: bool = True, undo: bool = False
+    ) -> AsyncIterator[AsyncPsycopgConnection]:
         """Lend a connection; its transaction, if it has begun one, commits at the end.
 
-        `undo` has no effect: what its sessions keep is for the application to decide.
+        `waits` and `undo` have no effect: how long it waits, and what its sessions keep, is for the
+        application to decide.
         Raises TypeError for a pool of the other kind, the pool's own errors if it lends none.
         """
-        del undo
+        del waits, undo
         if not is_pool(self._pool, "AsyncConnectionPool"):
             raise TypeError(unfit(self._pool))
         async with contextlib.AsyncExitStack() as stack:

@@ -193,7 +193,7 @@ class _Idle:
 class SyncPool:
     """Connections for synchronous calls, from any thread; `most` at once (None: no limit).
 
-    Those for blocks of the application's code are not counted: such a block may make calls.
+    Those lent without waiting are not counted.
     """
 
     def __init__(self, source: Source, max_idle: int = 4, most: int | None = None) -> None:
@@ -210,19 +210,19 @@ class SyncPool:
         self._turn = threading.BoundedSemaphore(self._most) if self._most else _NO_TURN
 
     @contextlib.contextmanager
-    def connection(self, *, undo: bool = False) -> Iterator[PsycopgConnection]:
-        """Lend a connection; wait for one if all are lent.
+    def connection(self, *, waits: bool = True, undo: bool = False) -> Iterator[PsycopgConnection]:
+        """Lend a connection; if `most` are lent, wait for one.
 
-        `undo` is for a block of the application's code, which does not wait: calls in such blocks
-        would wait for each other's connections, forever. The next borrower finds nothing of what
-        the block has left in its session, but prepared statements. Behind pgbouncer that is
-        impossible: it may be another session.
+        Blocks of the application's code do not wait, nor do calls for one: calls in such blocks
+        would wait for each other's connections, forever. With `undo` the next borrower finds
+        nothing of what the block has left in its session, but prepared statements. Behind
+        pgbouncer that is impossible: it may be another session.
         """
         if not self._idle.is_here:
             self._inherited.append(self._idle)
             self._start()
         idle = self._idle
-        with _NO_TURN if undo else self._turn:
+        with self._turn if waits else _NO_TURN:
             connection = idle.take() or self._connect()
             try:
                 yield connection
@@ -250,7 +250,7 @@ class SyncPool:
 class AsyncPool:
     """Connections for asynchronous calls, separate for each event loop; at most `most` in each.
 
-    Those for blocks are not counted: see SyncPool.
+    Those lent without waiting are not counted.
     """
 
     def __init__(self, source: Source, max_idle: int = 4, most: int | None = None) -> None:
@@ -264,8 +264,10 @@ class AsyncPool:
         ] = weakref.WeakKeyDictionary()
 
     @contextlib.asynccontextmanager
-    async def connection(self, *, undo: bool = False) -> AsyncIterator[AsyncPsycopgConnection]:
-        """Lend a connection; wait for one if all are lent. For `undo` see SyncPool."""
+    async def connection(
+        self, *, waits: bool = True, undo: bool = False
+    ) -> AsyncIterator[AsyncPsycopgConnection]:
+        """Lend a connection: as SyncPool."""
         loop = asyncio.get_running_loop()
         if loop not in self._loops or not self._loops[loop][0].is_here:
             # A semaphore that was waited for keeps its loop, and so its entry.
@@ -275,7 +277,7 @@ class AsyncPool:
             turn = asyncio.Semaphore(self._most) if self._most else _NO_TURN
             self._loops[loop] = _Idle(self._max_idle), turn
         idle, turn = self._loops[loop]
-        async with _NO_TURN if undo else turn:
+        async with turn if waits else _NO_TURN:
             connection = await idle.take_async() or await self._connect()
             try:
                 yield connection

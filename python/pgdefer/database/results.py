@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 # The polling interval if no notification can arrive.
 POLL_FIRST, POLL_LAST = 0.02, 1.0
-# The time to wait for answers about a late job.
-GRACE = 1.0
+# How long to wait for an answer about a late job, in seconds.
+ANSWER_TIME = 1.0
 # Timers have a limit; longer waits than this are cut to it.
 YEAR = 3e7
 # The questions about a late job; not every role may ask why.
@@ -119,7 +119,7 @@ def _cut_after(connection: PsycopgConnection, end: float) -> Iterator[None]:
     if math.isinf(end):
         yield
         return
-    seconds = max(end - time.monotonic(), 0.0) + GRACE
+    seconds = max(end - time.monotonic(), 0.0) + ANSWER_TIME
     timer = threading.Timer(min(seconds, YEAR), cut, [connection])
     timer.daemon = True
     timer.start()
@@ -186,7 +186,7 @@ class Waiter(NotifyConnection):
         """Ask about a late job, as `_look` does; give up soon."""
         found: list[str] = []
         with contextlib.suppress(ConnectionLost, psycopg.Error, TimeoutError):
-            async with asyncio.timeout(GRACE):
+            async with asyncio.timeout(ANSWER_TIME):
                 for statement in LATE:
                     ((said,),) = await self._ask(statement, id=id)
                     found.append(said)

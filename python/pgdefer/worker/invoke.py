@@ -118,7 +118,7 @@ def _opened(
     waits = Backoff(last=1.0)
     while True:
         try:
-            return stack.enter_context(pool.connection(undo=True))
+            return stack.enter_context(pool.connection(waits=False, undo=True))
         except psycopg.OperationalError as error:
             log.warning("%r waits for a connection: %s", job, error)
         time.sleep(waits.delay())

@@ -119,7 +119,7 @@ async def _opened_async(
     waits = Backoff(last=1.0)
     while True:
         try:
-            return await stack.enter_async_context(pool.connection(undo=True))
+            return await stack.enter_async_context(pool.connection(waits=False, undo=True))
         except psycopg.OperationalError as error:
             log.warning("%r waits for a connection: %s", job, error)
         await asyncio.sleep(waits.delay())

@@ -16,6 +16,7 @@ from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.hooks import JobEvent
 from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim
+from pgdefer.worker.state import GRACE
 from pgdefer.worker.threads import Threads
 
 __all__ = ["Reporter"]
@@ -25,8 +26,6 @@ log = logger("pgdefer.job")
 
 # How long hooks may continue when the worker ends, in seconds.
 HOOK_SECONDS = 10.0
-# How long one has to end when it is cancelled.
-GRACE = 1.0
 # How many hooks that are not coroutines run at a time.
 MOST = 32
 

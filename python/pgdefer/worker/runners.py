@@ -22,14 +22,12 @@ from pgdefer.worker.ending import outcome_of
 from pgdefer.worker.handler import Call, run, run_async, run_function
 from pgdefer.worker.outcomes import Settled
 from pgdefer.worker.processes import Processes
+from pgdefer.worker.state import GRACE
 from pgdefer.worker.threads import Threads
 
-__all__ = ["GRACE", "FunctionRunner", "LoopRunner", "ProcessRunner", "ThreadRunner"]
+__all__ = ["FunctionRunner", "LoopRunner", "ProcessRunner", "ThreadRunner"]
 
 log = logger("pgdefer.worker")
-
-# How long aborted jobs have to unwind before they are given back.
-GRACE = 1.0
 # How often JobTimeout is raised again in a thread that goes on, in seconds.
 AGAIN = 10.0
 

@@ -8,7 +8,10 @@ import math
 
 from pgdefer.errors import WorkerGone
 
-__all__ = ["WorkerState"]
+__all__ = ["GRACE", "WorkerState"]
+
+# How long what the worker tells to end has to end, in seconds: jobs, hooks, tasks.
+GRACE = 1.0
 
 
 class WorkerState:

@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 from pgdefer.database.own_threads import in_own_thread
+from pgdefer.worker.state import GRACE
 
 __all__ = ["run_until_signal", "signals"]
 
-# How long what handlers and hooks have left has to end when it is told to.
-GRACE = 1.0
 # The signals that stop a worker.
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 

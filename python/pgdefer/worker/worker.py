@@ -41,15 +41,9 @@ from pgdefer.worker.probes import Answer, Probes, answer
 from pgdefer.worker.processes import Processes
 from pgdefer.worker.registration import Registration
 from pgdefer.worker.reporting import Reporter
-from pgdefer.worker.runners import (
-    GRACE,
-    FunctionRunner,
-    LoopRunner,
-    ProcessRunner,
-    ThreadRunner,
-)
+from pgdefer.worker.runners import FunctionRunner, LoopRunner, ProcessRunner, ThreadRunner
 from pgdefer.worker.slots import parse_slots
-from pgdefer.worker.state import WorkerState
+from pgdefer.worker.state import GRACE, WorkerState
 from pgdefer.worker.supervisor import SupervisorChannel
 from pgdefer.worker.threads import Threads
 from pgdefer.worker.turnstile import Turnstile
