@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyConnection
-from pgdefer.options import DeferOptions, HasId, job_id, to_json
+from pgdefer.options import DeferOptions, HasId, checked_interval, job_id
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.need import Need
 from pgdefer.tasks.needs import needs
@@ -64,7 +64,8 @@ class Deferring(Registry):
         this name, which stays as it is.
         """
         text = self.client.codec.dumps({} if payload is None else payload)
-        parameters = {"event": event, "payload": text, "retain": to_json("retain", retain)}
+        kept = None if retain is None else checked_interval("retain", retain)
+        parameters = {"event": event, "payload": text, "retain": kept}
         ((is_first,),) = self.client.call(sql.PUBLISH, parameters, connection)
         return bool(is_first)
 

@@ -10,7 +10,15 @@ from typing import Any, Literal, Unpack
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyAsyncConnection
 from pgdefer.errors import refused
-from pgdefer.options import HasId, JobOptions, RecurringOptions, as_list, job_id, to_json
+from pgdefer.options import (
+    HasId,
+    JobOptions,
+    RecurringOptions,
+    as_list,
+    checked_interval,
+    checked_time,
+    job_id,
+)
 from pgdefer.tasks.infos import (
     GroupInfo,
     HealthCheck,
@@ -138,7 +146,8 @@ class AsyncManaging(Registry):
         affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
         is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
         """
-        parameters = {"queue": queue, "task": task, "until": to_json("until", until)}
+        time = None if until is None else checked_time("until", until)
+        parameters = {"queue": queue, "task": task, "until": time}
         ((jobs,),) = await self.client.call_async(sql.PAUSE, parameters, connection)
         return int(jobs)
 
@@ -246,10 +255,7 @@ class AsyncManaging(Registry):
         With `state` and `older_than`, delete those in that state that ended longer ago than that.
         One call deletes at most `max_jobs`, and 10,000: call it again until it returns 0.
         """
-        parameters = {
-            "max_jobs": max_jobs,
-            "state": state,
-            "older_than": to_json("older_than", older_than),
-        }
+        age = None if older_than is None else checked_interval("older_than", older_than)
+        parameters = {"max_jobs": max_jobs, "state": state, "older_than": age}
         ((jobs,),) = await self.client.call_async(sql.PRUNE, parameters, connection)
         return int(jobs)

@@ -215,7 +215,10 @@ def checked_interval(name: str, value: object) -> str:
     return interval_text(value)
 
 
-def _instant(name: str, value: dt.datetime) -> str:
+def checked_time(name: str, value: object) -> str:
+    """Return a time as text. Raises TypeError, ValueError that name it."""
+    if not isinstance(value, dt.datetime):
+        raise TypeError(f"{name} must be a datetime, not {value!r}")
     if value.tzinfo is None:
         raise ValueError(f"{name} has no time zone: {value!r}")
     return value.isoformat()
@@ -261,7 +264,7 @@ def to_json(name: str, value: Any) -> Any:
         case dt.timedelta():
             return checked_interval(name, value)
         case dt.datetime():
-            return _instant(name, value)
+            return checked_time(name, value)
         case Retry():
             return value.to_json()
         case int() if name == "retry" and not isinstance(value, bool):
@@ -270,7 +273,8 @@ def to_json(name: str, value: Any) -> Any:
     return value if convert is None else convert(name, value)
 
 
-def _mapping(name: str, value: object) -> dict[str, Any]:
+def checked_mapping(name: str, value: object) -> dict[str, Any]:
+    """Return a mapping as a dict. Raises TypeError that names it."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping, not {value!r}")
     return dict(value)
@@ -301,7 +305,7 @@ def _by_outcome(name: str, value: object) -> object:
 
 _CONVERSIONS: Mapping[str, Callable[[str, Any], Any]] = {
     "concurrency": lambda name, value: [dict(item) for item in as_list(name, value)],
-    "headers": _mapping,
+    "headers": checked_mapping,
     "needs": lambda name, value: [job_id(job) for job in as_list(name, value)],
     "parent": lambda _, value: job_id(value),
     "retain": _by_outcome,

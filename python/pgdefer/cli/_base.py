@@ -269,7 +269,9 @@ def reported() -> Iterator[None]:
         if better is not None:
             _fail_for(better)
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
-            fail(Exit.FORBIDDEN, one_line(error))
+            said = error.diag.message_primary or one_line(error)
+            hint = error.diag.message_hint or "The owner grants access: queue.grant_access."
+            fail(Exit.FORBIDDEN, f"{said}\n{hint}")
         if isinstance(error, psycopg.DataError):
             fail(Exit.USAGE, one_line(error))
         # without a code, or with one for connections and for servers that shut down
@@ -312,7 +314,10 @@ def confirm(question: str, *, yes: bool, dry_run: bool = False) -> None:
     if yes or dry_run:
         return
     if not is_asked():
-        fail(Exit.USAGE, f"{question} There is nobody to ask: pass --yes.")
+        fail(
+            Exit.USAGE,
+            f"{question} Standard input is no terminal, so nobody can answer: pass --yes.",
+        )
     typer.confirm(question, abort=True, err=True)
 
 

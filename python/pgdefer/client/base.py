@@ -15,7 +15,7 @@ from pgdefer.database.callers_pool_async import AsyncCallersPool
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.database.source import AsyncPsycopgConnection, PsycopgConnection, Source
 from pgdefer.database.sql import Statement
-from pgdefer.options import JobOptions
+from pgdefer.options import JobOptions, checked_mapping
 
 __all__ = ["ClientBase", "Refusal", "StandIn", "tasks_json"]
 
@@ -142,7 +142,7 @@ class ClientBase:
 
     def dumps_args(self, task: str, args: Mapping[str, Any] | None) -> str:
         """Return the JSON of arguments by name, with the version that the task has here."""
-        named = dict(args or {})
+        named = checked_mapping("args", {} if args is None else args)
         if (version := self.versions.get(task, 1)) > 1:
             named.setdefault(VERSION, version)
         return self.codec.dumps_args(named)

@@ -16,6 +16,7 @@ from psycopg.adapt import AdaptersMap
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.datetime import TimestamptzBinaryLoader, TimestamptzLoader
 
+from pgdefer._text import logger
 from pgdefer.database import sql
 from pgdefer.database.addresses import with_addresses
 from pgdefer.database.own_threads import in_own_thread
@@ -40,6 +41,8 @@ __all__ = [
 
 AsyncPsycopgConnection = psycopg.AsyncConnection[tuple[Any, ...]]
 PsycopgConnection = psycopg.Connection[tuple[Any, ...]]
+
+log = logger("pgdefer")
 
 # The environment variable with the DSN of every part that is given none.
 DSN = "PGDEFER_DSN"
@@ -91,7 +94,8 @@ class Source:
     """A DSN, libpq's environment variables, or the embedded server; `kind` says which.
 
     If no DSN is given, that of PGDEFER_DSN counts. Without one and without any of libpq's variables
-    it is the embedded server. It is started, and the queue is installed there, when first needed.
+    it is the embedded server, unless `embedded` is False: then libpq's own defaults count. That
+    server is started, and the queue is installed there, when first needed.
 
     Behind pgbouncer in transaction mode LISTEN does not work: `listen_dsn` then leads to the same
     database directly.
@@ -101,7 +105,7 @@ class Source:
         self,
         dsn: str | None = None,
         *,
-        embedded: bool | EmbeddedServer = False,
+        embedded: bool | EmbeddedServer | None = None,
         pgbouncer: bool = False,
         listen_dsn: str | None = None,
     ) -> None:
@@ -110,7 +114,8 @@ class Source:
         if dsn is None and not embedded:
             dsn = os.environ.get(DSN) or None
         # False if the embedded server is used only because no other is named.
-        self.is_chosen = bool(dsn is not None or embedded or any(map(os.environ.get, LOCATING)))
+        is_chosen = dsn is not None or embedded is not None
+        self.is_chosen = is_chosen or any(map(os.environ.get, LOCATING))
         if dsn is not None:
             self.kind = "dsn"
         elif embedded or not self.is_chosen:
@@ -122,7 +127,7 @@ class Source:
         self.notify_source: Source | None = None if pgbouncer else self
         if listen_dsn is not None:
             self.notify_source = Source(listen_dsn)
-        self._server = None if isinstance(embedded, bool) else embedded
+        self._server = None if embedded is None or isinstance(embedded, bool) else embedded
         self._dsn = None if dsn is None else re.sub(r"^(postgres(?:ql)?)\+\w+://", r"\1://", dsn)
         _check(self._dsn or "")
         self._lock = threading.Lock()
@@ -142,6 +147,8 @@ class Source:
         with self._lock:
             if self._dsn is None or restart:
                 self._server = self._server or EmbeddedServer()
+                if not self.is_chosen:
+                    log.info("no database is named: jobs are in the embedded server's database")
                 try:
                     self._dsn = self._server.ensure_running()
                 except (ServerError, OSError) as error:

@@ -13,7 +13,13 @@ from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.backoff import Backoff
 from pgdefer.database.callers import OWN, AnyConnection
-from pgdefer.options import ENDED, to_json
+from pgdefer.options import (
+    ENDED,
+    checked_interval,
+    checked_mapping,
+    checked_time,
+    to_json,
+)
 from pgdefer.tasks.answers import outcome_of, value_of
 
 __all__ = ["JobCalls"]
@@ -131,13 +137,13 @@ class JobCalls(Generic[R_co]):
         that one. Raises StepChanged if it has not finished that step.
         """
         given = (
-            ("retry_at", "at", at),
-            ("retry_in", "delay", delay),
-            ("priority", "priority", priority),
-            ("queue", "queue", queue),
-            ("lock", "lock", lock),
+            ("retry_at", None if at is None else checked_time("at", at)),
+            ("retry_in", None if delay is None else checked_interval("delay", delay)),
+            ("priority", None if priority is None else to_json("priority", priority)),
+            ("queue", queue),
+            ("lock", lock),
         )
-        changes = {key: to_json(name, each) for key, name, each in given if each is not None}
+        changes = {key: each for key, each in given if each is not None}
         parameters = {"ids": [self.id], "force": force, "from_step": from_step}
         parameters["changes"] = json.dumps(changes) if changes else None
         return outcome_of(self.client.call(sql.RETRY, parameters, connection))
@@ -153,7 +159,7 @@ class JobCalls(Generic[R_co]):
 
         Raises InvalidState if it runs or has finished, ValueError for a time without a zone.
         """
-        parameters = {"id": self.id, "at": to_json("at", at)}
+        parameters = {"id": self.id, "at": None if at is None else checked_time("at", at)}
         return value_of(self.client.call(sql.RESCHEDULE, parameters, connection))
 
     def hold(self, *, connection: AnyConnection = OWN) -> str:
@@ -180,7 +186,8 @@ class JobCalls(Generic[R_co]):
 
         None removes it. Raises ValueError for a time without a zone.
         """
-        parameters = {"ids": [self.id], "at": to_json("at", at)}
+        time = None if at is None else checked_time("at", at)
+        parameters = {"ids": [self.id], "at": time}
         return outcome_of(self.client.call(sql.SET_DEADLINE, parameters, connection))
 
     def set_args(self, args: Mapping[str, Any], *, connection: AnyConnection = OWN) -> str:
@@ -189,7 +196,8 @@ class JobCalls(Generic[R_co]):
         They are not checked against the task. A failed or cancelled job uses them for its retry;
         its lock and keys stay. Raises InvalidState if it runs or has succeeded.
         """
-        parameters = {"id": self.id, "args": self.client.codec.dumps_args(args)}
+        text = self.client.codec.dumps_args(checked_mapping("args", args))
+        parameters = {"id": self.id, "args": text}
         return value_of(self.client.call(sql.SET_ARGS, parameters, connection))
 
     def delete(self, *, force: bool = False, connection: AnyConnection = OWN) -> None:

@@ -19,6 +19,18 @@ __all__ = ["check_cron", "check_options", "check_templates"]
 FIELD_MAXIMA = (59, 59, 23, 31, 12, 7)
 
 
+# What other queues call these options.
+_OF_OTHERS = {
+    "countdown": "delay",
+    "eta": "scheduled_at",
+    "expires": "expires_at",
+    "max_attempts": "retry",
+    "max_retries": "retry",
+    "schedule_at": "scheduled_at",
+    "schedule_in": "delay",
+    "time_limit": "timeout",
+}
+
 _KINDS = (
     (dt.timedelta, "a timedelta"),
     (dt.datetime, "a datetime with a time zone"),
@@ -39,8 +51,10 @@ def check_options(what: str, options: Mapping[str, Any], *kinds: type) -> None:
         hints |= _hints(kind)
     for name, value in options.items():
         if name not in hints:
-            near = difflib.get_close_matches(name, hints, 1)
-            meant = f"did you mean {near[0]}?" if near else f"it takes {', '.join(sorted(hints))}"
+            near = _OF_OTHERS.get(name) or "".join(difflib.get_close_matches(name, hints, 1))
+            meant = (
+                f"did you mean {near}?" if near in hints else "it takes " + ", ".join(sorted(hints))
+            )
             raise TypeError(f"{what} takes no option {name}: {meant}")
         _check_value(what, name, value, hints[name])
     if "delay" in options and options.get("scheduled_at") is not None:
@@ -85,13 +99,11 @@ def _check_retry(what: str, value: int) -> None:
     if isinstance(value, bool):
         meant = "Retry(None) is for ever, retry=5 is 5 attempts" if value else "None is none"
         raise TypeError(f"{what}: retry={value} does not say how often: {meant}")
-    if value == 1:
+    if value < 2:
+        said = "is one attempt, and so no retry" if value == 1 else "is a number of attempts"
         raise ValueError(
-            f"{what}: retry=1 is one attempt, and so no retry: write retry=2 for one retry, or "
-            "retry=Retry(1) for none"
+            f"{what}: retry={value} {said}: write retry=2 for one retry, or retry=Retry(1) for none"
         )
-    if value < 1:
-        raise ValueError(f"{what}: retry must be at least 2 attempts, not {value}")
 
 
 def check_templates(what: str, options: Mapping[str, Any], arguments: Collection[str]) -> None:

@@ -127,7 +127,7 @@ def run_function(job: JobContext, pool: SyncPool) -> str | outcomes.Settled:
         return outcome_of(job, RETRY_POLICY_ONLY, error)
     state, outcome, said = ended
     if outcome == "released":
-        log.warning("%r has a task that nobody knows here; the job is %s", job, state)
+        log.warning("%r has a task that this worker does not know; the job is %s", job, state)
     return outcomes.Settled(outcome, state, said or "")
 
 

@@ -101,7 +101,7 @@ def test_a_page_of_no_database(program: Program) -> None:
 def test_stdin_is_closed(run: Run, program: Program) -> None:
     id = defer(run, "t")
     for words, said in (
-        (("job", "cancel", str(id)), b"There is nobody to ask: pass --yes."),
+        (("job", "cancel", str(id)), b"so nobody can answer: pass --yes."),
         (("defer", "t", "-"), b"stdin, which is closed"),
         (("top",), b"this is not a terminal"),
     ):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pgdefer import App, Retry
+from pgdefer.database.source import DSN, LOCATING
 
 pytestmark = pytest.mark.client
 
@@ -52,7 +53,7 @@ AT_IMPORT: dict[str, tuple[Callable[[App], object], str]] = {
     "a large priority": (at_import(priority=2**40), "must fit into 32 bits"),
     "retry for ever": (at_import(retry=True), "Retry(None) is for ever"),
     "retry once": (at_import(retry=1), "write retry=2 for one retry"),
-    "retry never": (at_import(retry=0), "at least 2 attempts"),
+    "retry never": (at_import(retry=0), "Retry(1) for none"),
     "retry as text": (at_import(retry="5"), "a number of attempts or a Retry(...)"),
     "retry's keys": (
         at_import(retry={"attempts": 3}),
@@ -60,6 +61,7 @@ AT_IMPORT: dict[str, tuple[Callable[[App], object], str]] = {
     ),
     "seconds as timeout": (at_import(timeout=5), "timeout must be a timedelta"),
     "seconds as delay": (at_import(delay=5), "delay must be a timedelta"),
+    "Celery's name": (at_import(max_retries=3), "did you mean retry?"),
     "days as retain": (at_import(retain=7), "retain must be a timedelta"),
     "no outcome": (at_import(retain={"ok": HOUR}), "give succeeded, failed, cancelled"),
     "a time as deadline": (at_import(deadline=AWARE), "deadline must be a timedelta"),
@@ -110,6 +112,7 @@ AT_DEFER: dict[str, tuple[Callable[[App], object], str]] = {
     "an object": (call(object()), "register the type with app.codec.register"),
     "NaN": (call(math.nan), "JSON has no NaN"),
     "a typo": (job(prioriti=1), "did you mean priority?"),
+    "Celery's time": (job(eta=AWARE), "did you mean scheduled_at?"),
     "a fraction": (job(priority=1.5), "priority must be an int"),
     "no time zone": (job(scheduled_at=NAIVE), "scheduled_at has no time zone"),
     "a time as text": (job(scheduled_at="tomorrow"), "a datetime with a time zone"),
@@ -124,6 +127,10 @@ AT_DEFER: dict[str, tuple[Callable[[App], object], str]] = {
     "a pattern": (job(queue="mail*"), "a queue needs a plain name"),
     "a long name": (job(queue="x" * 1001), "Names are at most 1,000 bytes"),
     "a negative delay": (job(delay=-HOUR), "from 0 to 4,000 years"),
+    "a list of arguments": (
+        lambda app: app.defer("greet", ["Ann"]),  # type: ignore[arg-type]
+        "args must be a mapping",
+    ),
     "no idempotency key": (job(unique_for=HOUR), "Say by idempotency_key"),
     "a lock's field": (job(lock="c:{id}"), "Every {field} must be a text, number or boolean"),
     "keys of concurrency": (job(concurrency=[{"kee": 1}]), "Known keys: key, limit, rate, weight"),
@@ -155,6 +162,47 @@ def test_at_defer(dsn: str) -> None:
         assert instead in str(raised.value), what
 
 
+MANAGING: dict[str, tuple[Callable[[App], object], str]] = {
+    "seconds as age": (
+        lambda app: app.prune("succeeded", older_than=5),  # type: ignore[arg-type]
+        "older_than must be a timedelta, not 5",
+    ),
+    "an interval until": (
+        lambda app: app.pause("mail", until=HOUR),  # type: ignore[arg-type]
+        "until must be a datetime",
+    ),
+    "a text as time": (
+        lambda app: app.job(1).reschedule("2030-01-01"),  # type: ignore[arg-type]
+        "at must be a datetime, not '2030-01-01'",
+    ),
+    "an interval as deadline": (
+        lambda app: app.job(1).set_deadline(HOUR),  # type: ignore[arg-type]
+        "at must be a datetime",
+    ),
+    "a time without a zone": (lambda app: app.job(1).retry(at=NAIVE), "at has no time zone"),
+    "seconds as delay": (
+        lambda app: app.job(1).retry(delay=5),  # type: ignore[arg-type]
+        "delay must be a timedelta, not 5",
+    ),
+    "a list of arguments": (
+        lambda app: app.job(1).set_args([1]),  # type: ignore[arg-type]
+        "args must be a mapping, not [1]",
+    ),
+    "days as retain": (
+        lambda app: app.publish("paid", retain=30),  # type: ignore[arg-type]
+        "retain must be a timedelta, not 30",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MANAGING)
+def test_managing(what: str) -> None:
+    usage, instead = MANAGING[what]
+    with pytest.raises((TypeError, ValueError)) as raised:
+        usage(App("postgresql://nowhere.invalid/x"))
+    assert instead in str(raised.value)
+
+
 def test_calls_of_several_tasks(dsn: str) -> None:
     app = App(dsn)
     calls = [app.prepare(name, {}, queue="x*") for name in ("a", "b", "a", "c", "d")]
@@ -182,7 +230,7 @@ WRONG_OPTIONS: list[tuple[str, Any]] = [
     ("the task 't': held must be True or False", {"held": "yes"}),
     ("the task 't': retry=True does not say how often: Retry(None) is for ever", {"retry": True}),
     ("the task 't': retry=1 is one attempt, and so no retry: write retry=2", {"retry": 1}),
-    ("the task 't': retry must be at least 2", {"retry": 0}),
+    ("the task 't': retry=0 is a number of attempts: write retry=2", {"retry": 0}),
     ("priority must be an int", {"priority": "high"}),
     ("retry_on must be a class of errors", {"retry_on": "OSError"}),
     ("max_memory needs run_in='process'", {"max_memory": 5}),
@@ -257,3 +305,12 @@ def test_wrong_options_of_a_job(message: str, options: dict[str, Any]) -> None:
         with pytest.raises((TypeError, ValueError)) as raised:
             call(**(options or both))
         assert message in str(raised.value)
+
+
+def test_a_missing_variable_starts_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (DSN, *LOCATING):
+        monkeypatch.delenv(name, raising=False)
+    assert App().source.kind == "embedded"
+    app = App(embedded=False)
+    assert app.source.kind == "environment"
+    assert app.source.is_chosen
