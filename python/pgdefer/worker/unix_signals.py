@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -101,8 +102,43 @@ def signals(on_stop: Callable[[], None], on_quit: Callable[[], None]) -> Iterato
     loop = asyncio.get_running_loop()
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
+    _handling.append(loop)
     try:
         yield
     finally:
+        _handling.remove(loop)
         for number in handlers:
             loop.remove_signal_handler(number)
+
+
+# A process that a handler forks, as multiprocessing does, has the loop's pipe for signals: one that
+# is sent to it, as by Process.terminate(), would be the worker's. So it gets back Python's own
+# handlers. Until it has them, the thread that forks blocks these signals.
+
+# The loops that handle signals; and what the threads that fork had blocked before.
+_handling: list[asyncio.AbstractEventLoop] = []
+_forking = threading.local()
+
+
+def _block() -> None:
+    if _handling:
+        _forking.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
+
+
+def _unblock() -> None:
+    blocked = vars(_forking).pop("blocked", None)
+    if blocked is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _in_child() -> None:
+    if _handling:
+        _handling.clear()
+        signal.set_wakeup_fd(-1)
+        for number in HANDLED:
+            is_interrupt = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+    _unblock()
+
+
+os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_in_child)

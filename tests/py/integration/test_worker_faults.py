@@ -668,6 +668,61 @@ def test_what_a_handler_forks_is_no_second_worker(app: App, tmp_path: Path) -> N
     }
 
 
+TERMINATES = """
+import multiprocessing, time
+from pgdefer import App
+
+app = App({dsn!r})
+fork = multiprocessing.get_context("fork")
+
+
+def terminate():
+    with fork.Pool(2) as pool:  # its end terminates them
+        pool.map(abs, [1, 2])
+    codes = set()
+    for _ in range(20):
+        child = fork.Process(target=time.sleep, args=[30])
+        child.start()
+        child.terminate()  # it may not have begun
+        child.join()
+        codes.add(child.exitcode)
+    return list(codes)
+
+
+@app.task(name="sync")
+def sync():
+    return terminate()
+
+
+@app.task(name="async")
+async def coroutine():
+    return terminate()
+
+
+@app.task(name="other")
+def other():
+    pass
+
+
+if __name__ == "__main__":
+    app.run_worker(drain=True, concurrency=1)
+"""
+
+
+@pytest.mark.parametrize("task", ["sync", "async"])
+def test_a_signal_to_what_a_handler_forks_is_not_for_the_worker(
+    app: App, jobs: Jobs, tmp_path: Path, task: str
+) -> None:
+    path = tmp_path / "terminates.py"
+    path.write_text(TERMINATES.format(dsn=app.source.conninfo()))
+    made = [app.defer(task), app.defer("other")]
+    done = subprocess.run(
+        [sys.executable, str(path)], check=False, capture_output=True, text=True, timeout=300
+    )
+    assert (done.returncode, set(jobs.states().values())) == (0, {"succeeded"}), done.stderr
+    assert made[0].result(0) == [-signal.SIGTERM]
+
+
 @pytest.mark.long
 def test_a_zombie_that_wakes_late(app: App, jobs: Jobs, program: Program) -> None:
     options = {"heartbeat_every": 0.3, "dead_after": 1.5, "concurrency": 2}
