@@ -13,13 +13,7 @@ from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.backoff import Backoff
 from pgdefer.database.callers import OWN, AnyConnection
-from pgdefer.options import (
-    ENDED,
-    checked_interval,
-    checked_mapping,
-    checked_time,
-    to_json,
-)
+from pgdefer.options import ENDED, checked_interval, checked_mapping, checked_time, to_json
 from pgdefer.tasks.answers import outcome_of, value_of
 
 __all__ = ["JobCalls"]
