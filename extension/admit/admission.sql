@@ -23,8 +23,8 @@
 
 -- Admits in this order: pending settlements, a slice of each new range, a slice of the most urgent part of
 -- the backlog, jobs that are due.
--- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). p_singly: as
--- _admit_singly and _set_aside. has_more: another call will find more.
+-- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). p_singly: one by one, as
+-- _admit_singly and _settle_singly. has_more: another call will find more.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit(
   p_slice integer, p_is_lazy boolean default false, p_queues text[] default null,
@@ -54,8 +54,12 @@ begin
   -- a slow read met many rows that are not visible yet: let the cursor pass them
   v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if v_new.has_pending then
-    v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own, p_singly);
-    perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
+    v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
+    if p_singly then
+      v_ended := queue._settle_slots_singly(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
+    else
+      perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
+    end if;
     -- a yield may need a job that is admitted below
     v_new.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
     admitted := 1;
@@ -64,7 +68,8 @@ begin
     v_range := queue._admit_range(
       v_xid, -9223372036854775808, case when v_xid < v_new.next_xid then v_xid
         else pg_snapshot_xmax(v_new.upto) end, 9223372036854775807,
-      v_new.upto, v_new.own, p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause, v_has_backlog);
+      v_new.upto, v_new.own, p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause or p_singly,
+      v_has_backlog);
     v_high_id := v_range.high_id;
     v_has_backlog := v_has_backlog or v_range.is_cut;
     admitted := admitted + v_range.n;
@@ -74,19 +79,22 @@ begin
   if v_has_backlog and not (p_is_lazy and not v_new.has_pending and queue._has_stock(p_queues)) then
     select b.high_id, admitted + b.n, v_gated || b.gated, v_parked || b.parked, b.is_read, b.retags
     into v_high_id, admitted, v_gated, v_parked, v_is_read, v_retags
-    from queue._admit_backlog(p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause) b;
+    from queue._admit_backlog(p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause or p_singly) b;
     v_move := true;
   end if;
   -- all at once, so that jobs of one lock come in the order of ids; before turns are passed on
   if p_singly then
-    perform queue._admit_singly(v_gated);
+    v_parked := v_parked || queue._admit_singly(v_gated);
+    v_has_backlog := v_has_backlog or v_parked is not null;
   elsif v_gated is not null then
     perform queue._admit_gated(v_gated);
   end if;
   if v_parked is not null then
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
   end if;
-  if v_new.has_pending then
+  if v_new.has_pending and p_singly then
+    perform queue._settle_singly(v_ended.ids, v_ended.kinds, v_ended.flags);
+  elsif v_new.has_pending then
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
@@ -96,7 +104,7 @@ begin
   v_due := v_new.due_at;
   if v_new.due_at > v_start or v_new.next_due <= v_start or v_new.next_run <= v_start then
     select d.mark, admitted + d.n, d.has_more into v_due, admitted, has_more
-    from queue._admit_all_due(v_start, v_new.due_at, v_new.next_due, v_new.next_run, p_slice) d;
+    from queue._admit_all_due(v_start, v_new.due_at, v_new.next_due, v_new.next_run, p_slice, p_singly) d;
     v_move := true;
   end if;
   if not v_has_backlog and (v_gated is not null or v_new.has_pending or v_due <> v_new.due_at) then
@@ -106,15 +114,15 @@ begin
   has_more := has_more or v_has_backlog;
 end $$;
 
--- As _admit, but a new job that fails at the gates stops no other, and no claim does whose end can't be
--- settled; an error elsewhere is raised again. fetch does without: it would cost a savepoint each time, and
+-- As _admit, but a job that fails at the gates stops no other, and no claim does whose end can't be settled;
+-- an error elsewhere is raised again. fetch does without: it would cost a savepoint each time, and
 -- heartbeats come soon (work/maintenance.sql).
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit_surely(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
   select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice) a;
-exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
+exception when {{fault}} then
   raise warning 'pgdefer: admission failed, and begins anew job by job: % (%)', sqlerrm, sqlstate;
   select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice, p_singly => true) a;
 end $$;
@@ -226,7 +234,7 @@ end $$;
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit_all_due(
   p_now timestamptz, p_due_at timestamptz, p_next_due timestamptz, p_next_run timestamptz, p_slice integer,
-  out mark timestamptz, out n integer, out has_more boolean)
+  p_singly boolean, out mark timestamptz, out n integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
   n := 0;
@@ -239,7 +247,7 @@ begin
     return;
   end if;
   if p_next_due <= p_now then
-    mark := least(mark, queue._admit_due(p_due_at, p_slice));
+    mark := least(mark, queue._admit_due(p_due_at, p_slice, p_singly));
     n := 1;
     has_more := mark < p_now;
   end if;

@@ -176,24 +176,30 @@ end $$;
 
 -- Admits new jobs one by one, after an admission of them together has failed. A job that can't be admitted
 -- fails, so that it does not stop all others for good. No fault is known that a job can cause here: this is
--- for those that are not. If there are more than a hundred such jobs in one call, the fault is hardly theirs.
--- Locks: as _admit_gated; the row of a queueing lock by skip locked. Raises: what the hundred and first job
--- raises, or one that another transaction is replacing. Why no wake-up is lost: _advance tells those that
--- need the job, and its group. Two sessions: admit/admission.fault.spec.
+-- for those that are not. Returns the jobs that must be tried again: those that another transaction is
+-- replacing, and all that follow a hundred that have failed, as the fault may be mended meanwhile.
+-- Locks: as _admit_gated; the row of a queueing lock by skip locked. Why no wake-up is lost: _advance tells
+-- those that need the job, and its group. Two sessions: admit/admission.fault.spec.
 create or replace function queue._admit_singly(p_ids bigint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_id bigint;
   v_failed integer := 0;
+  v_left bigint[];
 begin
   foreach v_id in array array(select u.id from unnest(p_ids) u (id) order by u.id) loop
+    if v_failed = 100 then
+      v_left := v_left || v_id;
+      continue;
+    end if;
     begin
       perform queue._admit_gated(array[v_id]);
-    exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
-      v_failed := v_failed + 1;
-      if v_failed > 100 or not queue._try_lock_queueing_lock(v_id) then
-        raise;
+    exception when {{fault}} then
+      if not queue._try_lock_queueing_lock(v_id) then
+        v_left := v_left || v_id;
+        continue;
       end if;
+      v_failed := v_failed + 1;
       raise warning 'pgdefer: job % can''t be admitted: % (%)', v_id, sqlerrm, sqlstate;
       perform queue._join_groups(array[v_id]), queue._join_needs(array[v_id]);
       perform queue._finish_unclaimed(array[v_id], 'failed', 'admission',
@@ -201,6 +207,7 @@ begin
       perform queue._advance(p_ended => array[v_id]);
     end;
   end loop;
+  return v_left;
 end $$;
 
 -- Sends jobs that are in no gate to the first gate that is closed for them. p_met: jobs that have passed the
@@ -279,7 +286,7 @@ begin
 end $$;
 
 -- Moves jobs whose time has come. Returns the new due mark: no waiting job lies before it.
-create or replace function queue._admit_due(p_due_at timestamptz, p_slice integer)
+create or replace function queue._admit_due(p_due_at timestamptz, p_slice integer, p_singly boolean)
 returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz := clock_timestamp();
@@ -304,6 +311,10 @@ begin
   select (select array_agg(g.id order by g.id) from gone g), (select array_agg(o.key) from opened o),
     (select max(d.at) from due d), (select count(*) from due d)
   into v_ids, v_keys, v_at, v_n;
+  if p_singly then
+    perform queue._advance_singly(v_ids);
+    v_ids := null;
+  end if;
   perform queue._advance(p_arrived => v_ids, p_keys => v_keys);
   return case when v_n >= p_slice then v_at else v_now end;
 end $$;
@@ -313,6 +324,7 @@ create or replace function queue._admit_parked(p_slice integer, p_singly boolean
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[];
+  v_left bigint[];
 begin
   with parked as (
     delete from queue.waiting w
@@ -321,7 +333,8 @@ begin
     returning w.id)
   select array_agg(p.id) into v_ids from parked p;
   if p_singly then
-    perform queue._admit_singly(v_ids);
+    v_left := queue._admit_singly(v_ids);
+    insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_left) u (id);
   elsif v_ids is not null then
     perform queue._admit_gated(v_ids);
   end if;

@@ -196,10 +196,10 @@ begin
     cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d));
 end $$;
 
--- Reads new pending settlements by the same snapshots as the log. p_singly: those at fault are set aside.
+-- Reads new pending settlements by the same snapshots as the log.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._take_settlements(
-  p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8, p_singly boolean, out ids bigint[],
+  p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8, out ids bigint[],
   out kinds text[], out flags smallint[], out payloads jsonb[])
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -216,42 +216,69 @@ begin
   select array_agg(g.job_id order by g.seq), array_agg(g.kind order by g.seq),
     array_agg(g.flags order by g.seq), array_agg(g.payload order by g.seq)
   into ids, kinds, flags, payloads from gone g;
-  if p_singly then
-    select a.ids, a.kinds, a.flags, a.payloads into ids, kinds, flags, payloads
-    from queue._set_aside(ids, kinds, flags, payloads) a;
-  end if;
 end $$;
 
--- Sets those settlements aside that fail on their own, so that they don't stop all others for good, and
--- returns the others. No such fault is known: this is for those that are not. What is set aside lies behind
--- the cursor, where check() shows it, and is tried again by maintenance (_retry_aside).
+-- _settle_slots and _settle, one settlement after another. Those that fail are set aside, so that they don't
+-- stop all others for good; _settle_slots_singly returns the others. No such fault is known: this is for
+-- those that are not. What is set aside lies behind the cursor, where check() shows it, and is tried again by
+-- maintenance (_retry_aside).
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: what is set aside wakes nobody until it
 -- is settled. Two sessions: admit/settle.fault.spec.
-create or replace function queue._set_aside(p_ids bigint[], p_kinds text[], p_flags smallint[],
-  p_payloads jsonb[], out ids bigint[], out kinds text[], out flags smallint[], out payloads jsonb[])
+create or replace function queue._settle_slots_singly(p_ids bigint[], p_kinds text[], p_flags smallint[],
+  p_payloads jsonb[], out ids bigint[], out kinds text[], out flags smallint[])
 language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_item record;
-  v_faulty bigint[] := '{}'::bigint[];
-  v_error text;
 begin
-  for v_item in
-    select u.id, u.kind, u.flags, u.payload, u.n
-    from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
-  loop
-    v_error := queue._settling_error(v_item.id, v_item.kind, v_item.flags, v_item.payload);
-    if v_error is not null then
-      raise warning 'pgdefer: the end of job % can''t be settled, and is set aside: %', v_item.id, v_error;
-      v_faulty := v_faulty || v_item.n;
-      insert into queue.pending_settlement (xid, job_id, kind, flags, payload)
-      values ({{aside}}, v_item.id, v_item.kind, v_item.flags, v_item.payload);
-    end if;
+  for n in 1 .. coalesce(cardinality(p_ids), 0) loop
+    begin
+      perform queue._settle_slots(p_ids[n:n], p_kinds[n:n], p_flags[n:n],
+        case when p_payloads[n] is not null then p_payloads[n:n] end);
+      ids := ids || p_ids[n];
+      kinds := kinds || p_kinds[n];
+      flags := flags || p_flags[n];
+    exception when {{fault}} then
+      perform queue._set_aside(p_ids[n], p_kinds[n], p_flags[n], p_payloads[n], sqlerrm, sqlstate);
+    end;
   end loop;
-  select array_agg(u.id order by u.n), array_agg(u.kind order by u.n), array_agg(u.flags order by u.n),
-    array_agg(u.payload order by u.n)
-  into ids, kinds, flags, payloads
-  from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
-  where u.n <> all (v_faulty);
+end $$;
+
+create or replace function queue._settle_singly(p_ids bigint[], p_kinds text[], p_flags smallint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  for n in 1 .. coalesce(cardinality(p_ids), 0) loop
+    begin
+      perform queue._settle(p_ids[n:n], p_kinds[n:n], p_flags[n:n]);
+    exception when {{fault}} then
+      -- its slots are free already
+      perform queue._set_aside(p_ids[n], p_kinds[n], (p_flags[n] & ~{{counted}})::smallint, null, sqlerrm,
+        sqlstate);
+    end;
+  end loop;
+end $$;
+
+-- As _advance, for jobs that are in no gate, one after another.
+-- Locks, and why no wake-up is lost: as _settle_singly.
+create or replace function queue._advance_singly(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+begin
+  foreach v_id in array coalesce(p_ids, '{}'::bigint[]) loop
+    begin
+      perform queue._advance(p_arrived => array[v_id]);
+    exception when {{fault}} then
+      perform queue._set_aside(v_id, 'again', 0::smallint, null, sqlerrm, sqlstate);
+    end;
+  end loop;
+end $$;
+
+create or replace function queue._set_aside(p_id bigint, p_kind text, p_flags smallint, p_payload jsonb,
+  p_error text, p_sqlstate text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  raise warning 'pgdefer: job % can''t be settled (%), and is set aside: % (%)', p_id, p_kind, p_error,
+    p_sqlstate;
+  insert into queue.pending_settlement (xid, job_id, kind, flags, payload)
+  values ({{aside}}, p_id, p_kind, p_flags, p_payload);
 end $$;
 
 -- Tries to settle one settlement alone, and rolls that back. Returns the error, or NULL.
@@ -266,8 +293,7 @@ begin
   perform queue._settle(array[p_id], array[p_kind], array[p_flags]);
   v_is_settled := true;
   raise raise_exception;  -- rolls it back
-exception when raise_exception or data_exception or integrity_constraint_violation
-  or program_limit_exceeded then
+exception when {{fault}} then
   return case when not v_is_settled then format('%s (%s)', sqlerrm, sqlstate) end;
 end $$;
 

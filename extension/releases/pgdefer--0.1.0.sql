@@ -10435,24 +10435,30 @@ end $$;
 
 -- Admits new jobs one by one, after an admission of them together has failed. A job that can't be admitted
 -- fails, so that it does not stop all others for good. No fault is known that a job can cause here: this is
--- for those that are not. If there are more than a hundred such jobs in one call, the fault is hardly theirs.
--- Locks: as _admit_gated; the row of a queueing lock by skip locked. Raises: what the hundred and first job
--- raises, or one that another transaction is replacing. Why no wake-up is lost: _advance tells those that
--- need the job, and its group. Two sessions: admit/admission.fault.spec.
+-- for those that are not. Returns the jobs that must be tried again: those that another transaction is
+-- replacing, and all that follow a hundred that have failed, as the fault may be mended meanwhile.
+-- Locks: as _admit_gated; the row of a queueing lock by skip locked. Why no wake-up is lost: _advance tells
+-- those that need the job, and its group. Two sessions: admit/admission.fault.spec.
 create or replace function queue._admit_singly(p_ids bigint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_id bigint;
   v_failed integer := 0;
+  v_left bigint[];
 begin
   foreach v_id in array array(select u.id from unnest(p_ids) u (id) order by u.id) loop
+    if v_failed = 100 then
+      v_left := v_left || v_id;
+      continue;
+    end if;
     begin
       perform queue._admit_gated(array[v_id]);
-    exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
-      v_failed := v_failed + 1;
-      if v_failed > 100 or not queue._try_lock_queueing_lock(v_id) then
-        raise;
+    exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
+      if not queue._try_lock_queueing_lock(v_id) then
+        v_left := v_left || v_id;
+        continue;
       end if;
+      v_failed := v_failed + 1;
       raise warning 'pgdefer: job % can''t be admitted: % (%)', v_id, sqlerrm, sqlstate;
       perform queue._join_groups(array[v_id]), queue._join_needs(array[v_id]);
       perform queue._finish_unclaimed(array[v_id], 'failed', 'admission',
@@ -10460,6 +10466,7 @@ begin
       perform queue._advance(p_ended => array[v_id]);
     end;
   end loop;
+  return v_left;
 end $$;
 
 -- Sends jobs that are in no gate to the first gate that is closed for them. p_met: jobs that have passed the
@@ -10538,7 +10545,7 @@ begin
 end $$;
 
 -- Moves jobs whose time has come. Returns the new due mark: no waiting job lies before it.
-create or replace function queue._admit_due(p_due_at timestamptz, p_slice integer)
+create or replace function queue._admit_due(p_due_at timestamptz, p_slice integer, p_singly boolean)
 returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz := clock_timestamp();
@@ -10563,6 +10570,10 @@ begin
   select (select array_agg(g.id order by g.id) from gone g), (select array_agg(o.key) from opened o),
     (select max(d.at) from due d), (select count(*) from due d)
   into v_ids, v_keys, v_at, v_n;
+  if p_singly then
+    perform queue._advance_singly(v_ids);
+    v_ids := null;
+  end if;
   perform queue._advance(p_arrived => v_ids, p_keys => v_keys);
   return case when v_n >= p_slice then v_at else v_now end;
 end $$;
@@ -10572,6 +10583,7 @@ create or replace function queue._admit_parked(p_slice integer, p_singly boolean
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[];
+  v_left bigint[];
 begin
   with parked as (
     delete from queue.waiting w
@@ -10580,7 +10592,8 @@ begin
     returning w.id)
   select array_agg(p.id) into v_ids from parked p;
   if p_singly then
-    perform queue._admit_singly(v_ids);
+    v_left := queue._admit_singly(v_ids);
+    insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_left) u (id);
   elsif v_ids is not null then
     perform queue._admit_gated(v_ids);
   end if;
@@ -10931,10 +10944,10 @@ begin
     cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d));
 end $$;
 
--- Reads new pending settlements by the same snapshots as the log. p_singly: those at fault are set aside.
+-- Reads new pending settlements by the same snapshots as the log.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._take_settlements(
-  p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8, p_singly boolean, out ids bigint[],
+  p_xmax xid8, p_ended xid8[], p_upto pg_snapshot, p_own xid8, out ids bigint[],
   out kinds text[], out flags smallint[], out payloads jsonb[])
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -10951,42 +10964,69 @@ begin
   select array_agg(g.job_id order by g.seq), array_agg(g.kind order by g.seq),
     array_agg(g.flags order by g.seq), array_agg(g.payload order by g.seq)
   into ids, kinds, flags, payloads from gone g;
-  if p_singly then
-    select a.ids, a.kinds, a.flags, a.payloads into ids, kinds, flags, payloads
-    from queue._set_aside(ids, kinds, flags, payloads) a;
-  end if;
 end $$;
 
--- Sets those settlements aside that fail on their own, so that they don't stop all others for good, and
--- returns the others. No such fault is known: this is for those that are not. What is set aside lies behind
--- the cursor, where check() shows it, and is tried again by maintenance (_retry_aside).
+-- _settle_slots and _settle, one settlement after another. Those that fail are set aside, so that they don't
+-- stop all others for good; _settle_slots_singly returns the others. No such fault is known: this is for
+-- those that are not. What is set aside lies behind the cursor, where check() shows it, and is tried again by
+-- maintenance (_retry_aside).
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: what is set aside wakes nobody until it
 -- is settled. Two sessions: admit/settle.fault.spec.
-create or replace function queue._set_aside(p_ids bigint[], p_kinds text[], p_flags smallint[],
-  p_payloads jsonb[], out ids bigint[], out kinds text[], out flags smallint[], out payloads jsonb[])
+create or replace function queue._settle_slots_singly(p_ids bigint[], p_kinds text[], p_flags smallint[],
+  p_payloads jsonb[], out ids bigint[], out kinds text[], out flags smallint[])
 language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_item record;
-  v_faulty bigint[] := '{}'::bigint[];
-  v_error text;
 begin
-  for v_item in
-    select u.id, u.kind, u.flags, u.payload, u.n
-    from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
-  loop
-    v_error := queue._settling_error(v_item.id, v_item.kind, v_item.flags, v_item.payload);
-    if v_error is not null then
-      raise warning 'pgdefer: the end of job % can''t be settled, and is set aside: %', v_item.id, v_error;
-      v_faulty := v_faulty || v_item.n;
-      insert into queue.pending_settlement (xid, job_id, kind, flags, payload)
-      values ('0'::xid8, v_item.id, v_item.kind, v_item.flags, v_item.payload);
-    end if;
+  for n in 1 .. coalesce(cardinality(p_ids), 0) loop
+    begin
+      perform queue._settle_slots(p_ids[n:n], p_kinds[n:n], p_flags[n:n],
+        case when p_payloads[n] is not null then p_payloads[n:n] end);
+      ids := ids || p_ids[n];
+      kinds := kinds || p_kinds[n];
+      flags := flags || p_flags[n];
+    exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
+      perform queue._set_aside(p_ids[n], p_kinds[n], p_flags[n], p_payloads[n], sqlerrm, sqlstate);
+    end;
   end loop;
-  select array_agg(u.id order by u.n), array_agg(u.kind order by u.n), array_agg(u.flags order by u.n),
-    array_agg(u.payload order by u.n)
-  into ids, kinds, flags, payloads
-  from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
-  where u.n <> all (v_faulty);
+end $$;
+
+create or replace function queue._settle_singly(p_ids bigint[], p_kinds text[], p_flags smallint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  for n in 1 .. coalesce(cardinality(p_ids), 0) loop
+    begin
+      perform queue._settle(p_ids[n:n], p_kinds[n:n], p_flags[n:n]);
+    exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
+      -- its slots are free already
+      perform queue._set_aside(p_ids[n], p_kinds[n], (p_flags[n] & ~16390/* counted */)::smallint, null, sqlerrm,
+        sqlstate);
+    end;
+  end loop;
+end $$;
+
+-- As _advance, for jobs that are in no gate, one after another.
+-- Locks, and why no wake-up is lost: as _settle_singly.
+create or replace function queue._advance_singly(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+begin
+  foreach v_id in array coalesce(p_ids, '{}'::bigint[]) loop
+    begin
+      perform queue._advance(p_arrived => array[v_id]);
+    exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
+      perform queue._set_aside(v_id, 'again', 0::smallint, null, sqlerrm, sqlstate);
+    end;
+  end loop;
+end $$;
+
+create or replace function queue._set_aside(p_id bigint, p_kind text, p_flags smallint, p_payload jsonb,
+  p_error text, p_sqlstate text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  raise warning 'pgdefer: job % can''t be settled (%), and is set aside: % (%)', p_id, p_kind, p_error,
+    p_sqlstate;
+  insert into queue.pending_settlement (xid, job_id, kind, flags, payload)
+  values ('0'::xid8, p_id, p_kind, p_flags, p_payload);
 end $$;
 
 -- Tries to settle one settlement alone, and rolls that back. Returns the error, or NULL.
@@ -11001,8 +11041,7 @@ begin
   perform queue._settle(array[p_id], array[p_kind], array[p_flags]);
   v_is_settled := true;
   raise raise_exception;  -- rolls it back
-exception when raise_exception or data_exception or integrity_constraint_violation
-  or program_limit_exceeded then
+exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
   return case when not v_is_settled then format('%s (%s)', sqlerrm, sqlstate) end;
 end $$;
 
@@ -11329,8 +11368,8 @@ end $$;
 
 -- Admits in this order: pending settlements, a slice of each new range, a slice of the most urgent part of
 -- the backlog, jobs that are due.
--- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). p_singly: as
--- _admit_singly and _set_aside. has_more: another call will find more.
+-- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). p_singly: one by one, as
+-- _admit_singly and _settle_singly. has_more: another call will find more.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit(
   p_slice integer, p_is_lazy boolean default false, p_queues text[] default null,
@@ -11360,8 +11399,12 @@ begin
   -- a slow read met many rows that are not visible yet: let the cursor pass them
   v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if v_new.has_pending then
-    v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own, p_singly);
-    perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
+    v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
+    if p_singly then
+      v_ended := queue._settle_slots_singly(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
+    else
+      perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
+    end if;
     -- a yield may need a job that is admitted below
     v_new.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
     admitted := 1;
@@ -11370,7 +11413,8 @@ begin
     v_range := queue._admit_range(
       v_xid, -9223372036854775808, case when v_xid < v_new.next_xid then v_xid
         else pg_snapshot_xmax(v_new.upto) end, 9223372036854775807,
-      v_new.upto, v_new.own, p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause, v_has_backlog);
+      v_new.upto, v_new.own, p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause or p_singly,
+      v_has_backlog);
     v_high_id := v_range.high_id;
     v_has_backlog := v_has_backlog or v_range.is_cut;
     admitted := admitted + v_range.n;
@@ -11380,19 +11424,22 @@ begin
   if v_has_backlog and not (p_is_lazy and not v_new.has_pending and queue._has_stock(p_queues)) then
     select b.high_id, admitted + b.n, v_gated || b.gated, v_parked || b.parked, b.is_read, b.retags
     into v_high_id, admitted, v_gated, v_parked, v_is_read, v_retags
-    from queue._admit_backlog(p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause) b;
+    from queue._admit_backlog(p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause or p_singly) b;
     v_move := true;
   end if;
   -- all at once, so that jobs of one lock come in the order of ids; before turns are passed on
   if p_singly then
-    perform queue._admit_singly(v_gated);
+    v_parked := v_parked || queue._admit_singly(v_gated);
+    v_has_backlog := v_has_backlog or v_parked is not null;
   elsif v_gated is not null then
     perform queue._admit_gated(v_gated);
   end if;
   if v_parked is not null then
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
   end if;
-  if v_new.has_pending then
+  if v_new.has_pending and p_singly then
+    perform queue._settle_singly(v_ended.ids, v_ended.kinds, v_ended.flags);
+  elsif v_new.has_pending then
     perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
   end if;
   if v_is_read then
@@ -11402,7 +11449,7 @@ begin
   v_due := v_new.due_at;
   if v_new.due_at > v_start or v_new.next_due <= v_start or v_new.next_run <= v_start then
     select d.mark, admitted + d.n, d.has_more into v_due, admitted, has_more
-    from queue._admit_all_due(v_start, v_new.due_at, v_new.next_due, v_new.next_run, p_slice) d;
+    from queue._admit_all_due(v_start, v_new.due_at, v_new.next_due, v_new.next_run, p_slice, p_singly) d;
     v_move := true;
   end if;
   if not v_has_backlog and (v_gated is not null or v_new.has_pending or v_due <> v_new.due_at) then
@@ -11412,15 +11459,15 @@ begin
   has_more := has_more or v_has_backlog;
 end $$;
 
--- As _admit, but a new job that fails at the gates stops no other, and no claim does whose end can't be
--- settled; an error elsewhere is raised again. fetch does without: it would cost a savepoint each time, and
+-- As _admit, but a job that fails at the gates stops no other, and no claim does whose end can't be settled;
+-- an error elsewhere is raised again. fetch does without: it would cost a savepoint each time, and
 -- heartbeats come soon (work/maintenance.sql).
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit_surely(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
   select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice) a;
-exception when data_exception or integrity_constraint_violation or program_limit_exceeded then
+exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
   raise warning 'pgdefer: admission failed, and begins anew job by job: % (%)', sqlerrm, sqlstate;
   select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice, p_singly => true) a;
 end $$;
@@ -11532,7 +11579,7 @@ end $$;
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit_all_due(
   p_now timestamptz, p_due_at timestamptz, p_next_due timestamptz, p_next_run timestamptz, p_slice integer,
-  out mark timestamptz, out n integer, out has_more boolean)
+  p_singly boolean, out mark timestamptz, out n integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
   n := 0;
@@ -11545,7 +11592,7 @@ begin
     return;
   end if;
   if p_next_due <= p_now then
-    mark := least(mark, queue._admit_due(p_due_at, p_slice));
+    mark := least(mark, queue._admit_due(p_due_at, p_slice, p_singly));
     n := 1;
     has_more := mark < p_now;
   end if;
@@ -11629,9 +11676,10 @@ end $$;
 -- work/ends.sql
 -- Ends claims that have succeeded; and what follows the end of any claim: it is settled (admit/settle.sql) at
 -- once if the admission lock is free, else by the next admission, which reads queue.pending_settlement.
--- Tests: work/finish.sql, admit/locks.late_defer.spec.
+-- Tests: work/finish.sql, work/ends.sql, admit/locks.late_defer.spec.
 
--- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement.
+-- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement, also
+-- if a fault stops it: the outcome counts, and maintenance finds whose fault it is (_set_aside).
 -- p_all_flags: the flags that any of them has.
 -- Locks: the admission lock by try, after the claims' rows. Why no wake-up is lost: see admit/admission.sql.
 create or replace function queue._settle_or_append(p_ids bigint[], p_flags smallint[], p_all_flags smallint,
@@ -11640,7 +11688,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[] := p_ids;
   v_flags smallint[] := p_flags;
-  v_has_news boolean;
+  v_is_settled boolean := false;
 begin
   if p_kind = 'ended' and p_all_flags & 20487/* binding */ = 0 then
     return;
@@ -11650,32 +11698,51 @@ begin
     from unnest(p_ids, p_flags) u (id, flags)
     where u.flags & 20487/* binding */ <> 0;
   end if;
-  if not p_settle or not queue._lock_admission(false) then
+  if p_settle and queue._lock_admission(false) then
+    begin
+      perform queue._settle_ended(v_ids, v_flags, p_all_flags, p_kind, p_payload);
+      v_is_settled := true;
+    exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
+      raise warning 'pgdefer: the ends of the jobs % are settled later: % (%)', v_ids, sqlerrm, sqlstate;
+    end;
+  end if;
+  if not v_is_settled then
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     select u.id, p_kind, u.flags, p_payload from unnest(v_ids, v_flags) u (id, flags);
-  elsif p_kind = 'ended' and p_all_flags & (16390/* counted */ | 4096/* needed */) = 0 then
-    -- the same as _settle_now for claims that have only an ordered lock
-    if not queue._pass_turns_on(v_ids, true) then
-      v_has_news := queue._has_news();
-      if v_has_news then
-        perform queue._admit_surely(1000);
-      end if;
-      if not v_has_news or not queue._pass_turns_on(v_ids) then
-        perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
-      end if;
-    end if;
-  elsif p_kind = 'ended' and p_all_flags & (3/* lock */ | 4096/* needed */) = 0
-    and (queue._pass_slots_on(queue._only_key(v_ids, v_flags), cardinality(v_ids))).is_done then
-    null;  -- the claims held nothing else
-  else
-    perform queue._settle_now(v_ids, array_fill(p_kind, array[cardinality(v_ids)]),
-      v_flags, case when p_payload is not null then array[p_payload] end);
   end if;
   perform queue._announce();
 end $$;
 
+-- Settles claims that this transaction has ended in one way, by the shortest way that their flags allow.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._settle_ended(p_ids bigint[], p_flags smallint[], p_all_flags smallint,
+  p_kind text, p_payload jsonb)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_has_news boolean;
+begin
+  if p_kind = 'ended' and p_all_flags & (16390/* counted */ | 4096/* needed */) = 0 then
+    -- the same as _settle_now for claims that have only an ordered lock
+    if not queue._pass_turns_on(p_ids, true) then
+      v_has_news := queue._has_news();
+      if v_has_news then
+        perform queue._admit_surely(1000);
+      end if;
+      if not v_has_news or not queue._pass_turns_on(p_ids) then
+        perform queue._advance(p_turned => queue._leave_locks(p_ids, true));
+      end if;
+    end if;
+  elsif p_kind = 'ended' and p_all_flags & (3/* lock */ | 4096/* needed */) = 0
+    and (queue._pass_slots_on(queue._only_key(p_ids, p_flags), cardinality(p_ids))).is_done then
+    null;  -- the claims held nothing else
+  else
+    perform queue._settle_now(p_ids, array_fill(p_kind, array[cardinality(p_ids)]),
+      p_flags, case when p_payload is not null then array[p_payload] end);
+  end if;
+end $$;
+
 -- Settles the pending settlements of this transaction for claims on p_ids, as one set, if the admission lock
--- is free.
+-- is free. After a fault they stay, as in _settle_or_append.
 create or replace function queue._settle_own(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -11696,6 +11763,8 @@ begin
   if v_found.ids is not null then
     perform queue._settle_now(v_found.ids, v_found.kinds, v_found.flags, v_found.payloads);
   end if;
+exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
+  raise warning 'pgdefer: the ends of the jobs % are settled later: % (%)', p_ids, sqlerrm, sqlstate;
 end $$;
 
 -- Settles claims that this transaction has ended. Everything visible is admitted before turns are passed on,
@@ -12507,8 +12576,9 @@ end $$;
 comment on function queue.finish_step(bigint, bigint, text, jsonb) is
   'Finishes a step with a value, for this and all later runs of the job. It may be part of the handler''s own'
     ' transaction: the handler''s writes and the step then commit together or not at all, and a lost claim'
-    ' rolls both back (QJ002). A step that is already finished is refused (QJ003), also if the first call''s'
-    ' answer was lost: then ask begin_step. For a name that is used again in one run, see begin_step.';
+    ' rolls both back (QJ002). A step that is already finished is refused (QJ003): so after a lost'
+    ' answer, QJ003 says that the first call has counted. For a name that is used again in one run, see'
+    ' begin_step, which counts each use.';
 
 -- Locks: none. Raises: 22023, QJ001, QJ002.
 create or replace function queue.read_steps(id bigint, claim bigint, after text default null)
@@ -15458,7 +15528,11 @@ begin
         perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
       end if;
     end if;
-    v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues, p_max_jobs);
+    begin
+      v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues, p_max_jobs);
+    exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
+      select false as is_done into v_passed;  -- _settle_or_append meets it again, and reports it
+    end;
     if v_passed.is_done then
       ids := v_passed.ids;
       first_claim := v_passed.first_claim;
@@ -19626,7 +19700,9 @@ begin
     return v_no_start;
   elsif v_job.active_id is null then
     return case when exists (select from queue.pending_settlement h
-      where h.job_id = why.id and h.kind = 'again')
+      where h.job_id = why.id and h.xid = '0'::xid8)
+      then 'it can''t be admitted, by a fault that the server''s log names; maintenance tries again each minute'
+      when exists (select from queue.pending_settlement h where h.job_id = why.id and h.kind = 'again')
       then 'its last run has just ended; the next fetch or tick admits it again'
       else 'it has not been admitted yet; the next fetches and ticks admit new jobs in turn' end;
   elsif v_job.kind = 2/* lane_crashed */ then

@@ -110,7 +110,11 @@ begin
         perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
       end if;
     end if;
-    v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues, p_max_jobs);
+    begin
+      v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues, p_max_jobs);
+    exception when {{fault}} then
+      select false as is_done into v_passed;  -- _settle_or_append meets it again, and reports it
+    end;
     if v_passed.is_done then
       ids := v_passed.ids;
       first_claim := v_passed.first_claim;

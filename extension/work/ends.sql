@@ -1,8 +1,9 @@
 -- Ends claims that have succeeded; and what follows the end of any claim: it is settled (admit/settle.sql) at
 -- once if the admission lock is free, else by the next admission, which reads queue.pending_settlement.
--- Tests: work/finish.sql, admit/locks.late_defer.spec.
+-- Tests: work/finish.sql, work/ends.sql, admit/locks.late_defer.spec.
 
--- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement.
+-- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement, also
+-- if a fault stops it: the outcome counts, and maintenance finds whose fault it is (_set_aside).
 -- p_all_flags: the flags that any of them has.
 -- Locks: the admission lock by try, after the claims' rows. Why no wake-up is lost: see admit/admission.sql.
 create or replace function queue._settle_or_append(p_ids bigint[], p_flags smallint[], p_all_flags smallint,
@@ -11,7 +12,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[] := p_ids;
   v_flags smallint[] := p_flags;
-  v_has_news boolean;
+  v_is_settled boolean := false;
 begin
   if p_kind = 'ended' and p_all_flags & {{binding}} = 0 then
     return;
@@ -21,32 +22,51 @@ begin
     from unnest(p_ids, p_flags) u (id, flags)
     where u.flags & {{binding}} <> 0;
   end if;
-  if not p_settle or not queue._lock_admission(false) then
+  if p_settle and queue._lock_admission(false) then
+    begin
+      perform queue._settle_ended(v_ids, v_flags, p_all_flags, p_kind, p_payload);
+      v_is_settled := true;
+    exception when {{fault}} then
+      raise warning 'pgdefer: the ends of the jobs % are settled later: % (%)', v_ids, sqlerrm, sqlstate;
+    end;
+  end if;
+  if not v_is_settled then
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     select u.id, p_kind, u.flags, p_payload from unnest(v_ids, v_flags) u (id, flags);
-  elsif p_kind = 'ended' and p_all_flags & ({{counted}} | {{needed}}) = 0 then
-    -- the same as _settle_now for claims that have only an ordered lock
-    if not queue._pass_turns_on(v_ids, true) then
-      v_has_news := queue._has_news();
-      if v_has_news then
-        perform queue._admit_surely(1000);
-      end if;
-      if not v_has_news or not queue._pass_turns_on(v_ids) then
-        perform queue._advance(p_turned => queue._leave_locks(v_ids, true));
-      end if;
-    end if;
-  elsif p_kind = 'ended' and p_all_flags & ({{lock}} | {{needed}}) = 0
-    and (queue._pass_slots_on(queue._only_key(v_ids, v_flags), cardinality(v_ids))).is_done then
-    null;  -- the claims held nothing else
-  else
-    perform queue._settle_now(v_ids, array_fill(p_kind, array[cardinality(v_ids)]),
-      v_flags, case when p_payload is not null then array[p_payload] end);
   end if;
   perform queue._announce();
 end $$;
 
+-- Settles claims that this transaction has ended in one way, by the shortest way that their flags allow.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._settle_ended(p_ids bigint[], p_flags smallint[], p_all_flags smallint,
+  p_kind text, p_payload jsonb)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_has_news boolean;
+begin
+  if p_kind = 'ended' and p_all_flags & ({{counted}} | {{needed}}) = 0 then
+    -- the same as _settle_now for claims that have only an ordered lock
+    if not queue._pass_turns_on(p_ids, true) then
+      v_has_news := queue._has_news();
+      if v_has_news then
+        perform queue._admit_surely(1000);
+      end if;
+      if not v_has_news or not queue._pass_turns_on(p_ids) then
+        perform queue._advance(p_turned => queue._leave_locks(p_ids, true));
+      end if;
+    end if;
+  elsif p_kind = 'ended' and p_all_flags & ({{lock}} | {{needed}}) = 0
+    and (queue._pass_slots_on(queue._only_key(p_ids, p_flags), cardinality(p_ids))).is_done then
+    null;  -- the claims held nothing else
+  else
+    perform queue._settle_now(p_ids, array_fill(p_kind, array[cardinality(p_ids)]),
+      p_flags, case when p_payload is not null then array[p_payload] end);
+  end if;
+end $$;
+
 -- Settles the pending settlements of this transaction for claims on p_ids, as one set, if the admission lock
--- is free.
+-- is free. After a fault they stay, as in _settle_or_append.
 create or replace function queue._settle_own(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -67,6 +87,8 @@ begin
   if v_found.ids is not null then
     perform queue._settle_now(v_found.ids, v_found.kinds, v_found.flags, v_found.payloads);
   end if;
+exception when {{fault}} then
+  raise warning 'pgdefer: the ends of the jobs % are settled later: % (%)', p_ids, sqlerrm, sqlstate;
 end $$;
 
 -- Settles claims that this transaction has ended. Everything visible is admitted before turns are passed on,

@@ -93,8 +93,9 @@ end $$;
 comment on function queue.finish_step(bigint, bigint, text, jsonb) is
   'Finishes a step with a value, for this and all later runs of the job. It may be part of the handler''s own'
     ' transaction: the handler''s writes and the step then commit together or not at all, and a lost claim'
-    ' rolls both back (QJ002). A step that is already finished is refused (QJ003), also if the first call''s'
-    ' answer was lost: then ask begin_step. For a name that is used again in one run, see begin_step.';
+    ' rolls both back (QJ002). A step that is already finished is refused (QJ003): so after a lost'
+    ' answer, QJ003 says that the first call has counted. For a name that is used again in one run, see'
+    ' begin_step, which counts each use.';
 
 -- Locks: none. Raises: 22023, QJ001, QJ002.
 create or replace function queue.read_steps(id bigint, claim bigint, after text default null)

@@ -1,6 +1,6 @@
 -- Admission: late commits, slices, prepared transactions, rollbacks.
 
-select plan(64);
+select plan(47);
 
 \ir admission.helpers.psql
 
@@ -234,8 +234,8 @@ select pg_current_snapshot() as before \gset
 insert into queue.pending_settlement (job_id, kind, flags) values (:id, 'recheck', 0);
 select pg_current_snapshot() as after \gset
 begin;
-select is((select s.ids from queue._take_settlements('3', '{}', :'before', null, false) s), null, 'a settlement that was in flight');
-select is((select s.ids from queue._take_settlements('3', '{}', :'after', null, false) s), array[:id::bigint], 'and one that was not');
+select is((select s.ids from queue._take_settlements('3', '{}', :'before', null) s), null, 'a settlement that was in flight');
+select is((select s.ids from queue._take_settlements('3', '{}', :'after', null) s), array[:id::bigint], 'and one that was not');
 rollback;
 select queue.fetch(:worker) \g /dev/null
 
@@ -251,55 +251,6 @@ begin
 end $$;
 select is(pg_temp.has_more(), true, 'due jobs that are left are not forgotten because a schedule ran');
 select queue.unschedule('hourly') \g /dev/null
-
--- A job that can't be admitted, by a fault of the queue, stops the others only until the next maintenance. Here
--- the fault is a constraint on locks.
-select pg_temp.run() \g /dev/null
-alter table queue.lock_member add constraint lock_member_fault_check check (lock !~ 'poison');
-select queue.defer('before', lock => 'a') as before, queue.defer('poison', lock => 'poison') as poison, queue.defer('after', lock => 'a') as after \gset
-select queue.defer('needs it', needs => array[:poison]) \g /dev/null
-select queue.open_group('fault', '{"task": "group ended"}') \g /dev/null
-select queue.defer('in group', lock => 'poison', options => '{"group": "fault"}') \g /dev/null
-select queue.close_group('fault') \g /dev/null
-select queue.defer('held', options => '{"held": true}') as held \gset
-select queue.defer('waits', lock => 'poison', needs => array[:held]) as waits \gset
-select throws_ok('select pg_temp.run()', '23514', null, 'fetch fails');
-set client_min_messages = error;
-select lives_ok('select queue.tick()', 'tick does not');
-reset client_min_messages;
-select queue.tick() \g /dev/null
-select queue.tick() \g /dev/null
-select is(pg_temp.run() || ' ' || pg_temp.run(), 'before group ended after', 'the others run, and its group has ended');
-select is((select j.state || ' ' || j.reason || ' ' || j.attempts from queue.jobs j where j.id = :poison), 'failed admission 0', 'it has failed');
-select matches((select j.error from queue.jobs j where j.id = :poison), 'lock_member_fault_check.* \(23514\)$', 'and says why');
-select is((select j.state from queue.jobs j where j.task = 'needs it'), 'upstream_failed', 'those that need it know');
-select is_empty('select * from queue.check()', 'sound');
--- Who ends a job of a lock admits what is new.
-select queue.defer('ends', lock => 'b', concurrency_key => 'b', concurrency_limit => 1) as ends \gset
-select queue.tick() \g /dev/null
-select f.claim as ends_claim from queue.fetch(:worker, options => jsonb_build_object('ids', array[:ends])) f \gset
-select queue.defer('poison', lock => 'poison') \g /dev/null
-set client_min_messages = error;
-select lives_ok(format($$select queue.finish_many('[{"id": %s, "claim": %s, "outcome": "succeeded"}]')$$, :ends, :ends_claim), 'a job can end beside one at fault');
-reset client_min_messages;
-select is((select j.state from queue.jobs j where j.id = :ends), 'succeeded', 'and has succeeded');
--- parked jobs, and as many faults as no jobs cause
-select queue.defer('p') from generate_series(1, 3) \g /dev/null
-do $$ begin perform queue._lock_admission(true), queue._admit(2); end $$;
-select queue.defer('p', lock => l) from unnest('{fine,poison}'::text[]) l \g /dev/null
-do $$ begin perform queue._lock_admission(true), queue._admit(1); end $$;
-select is((select count(*) from queue.waiting w where w.reason = 'parked'), 2::bigint, 'jobs with locks wait for the backlog');
-set client_min_messages = error;
-select lives_ok('select queue.tick()', 'one of them is at fault');
-select is((select array_agg(j.state || j.lock) from queue.jobs j where j.task = 'p' and j.state <> 'ready'), '{failedpoison}', 'and fails alone');
-select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'p', 'lock', 'poison')) from generate_series(1, 101) n)) \g /dev/null
-select throws_ok('select queue.tick()', '23514', null, 'a hundred and one are no fault of the jobs');
-alter table queue.lock_member drop constraint lock_member_fault_check;
-select lives_ok('select queue.tick()', 'until it is mended');
-reset client_min_messages;
-select is((select r.outcome from queue.retry(array[:poison]) r), 'ready', 'then it can be retried');
-select is((select r.outcome from queue.retry(array[:waits]) r), 'upstream_failed', 'and one with a need waits for that');
-select lives_ok($$select queue.delete_queue('default', true)$$, 'the rest goes');
 
 -- No other role can lock the row of the admission lock
 select is((select count(*) from queue.admission), 1::bigint, 'one row is the admitter''s');
