@@ -23,8 +23,8 @@
 
 -- Admits in this order: pending settlements, a slice of each new range, a slice of the most urgent part of
 -- the backlog, jobs that are due.
--- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). p_singly: one by one, as
--- _admit_singly and _settle_singly. has_more: another call will find more.
+-- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). p_singly: one by one
+-- (admit/singly.sql). has_more: another call will find more.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit(
   p_slice integer, p_is_lazy boolean default false, p_queues text[] default null,
@@ -33,6 +33,7 @@ language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_start timestamptz := clock_timestamp();
   v_new record := queue._look_for_rows();
+  v_taken record;
   v_ended record;
   v_range record;
   v_due timestamptz;
@@ -54,12 +55,8 @@ begin
   -- a slow read met many rows that are not visible yet: let the cursor pass them
   v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if v_new.has_pending then
-    v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
-    if p_singly then
-      v_ended := queue._settle_slots_singly(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
-    else
-      perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
-    end if;
+    v_taken := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
+    v_ended := queue._settle_all_slots(v_taken.ids, v_taken.kinds, v_taken.flags, v_taken.payloads, p_singly);
     -- a yield may need a job that is admitted below
     v_new.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
     admitted := 1;
@@ -83,19 +80,15 @@ begin
     v_move := true;
   end if;
   -- all at once, so that jobs of one lock come in the order of ids; before turns are passed on
-  if p_singly then
-    v_parked := v_parked || queue._admit_singly(v_gated);
-    v_has_backlog := v_has_backlog or v_parked is not null;
-  elsif v_gated is not null then
-    perform queue._admit_gated(v_gated);
+  if v_gated is not null then
+    v_parked := v_parked || queue._admit_all_gated(v_gated, p_singly);
   end if;
   if v_parked is not null then
+    v_has_backlog := true;
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
   end if;
-  if v_new.has_pending and p_singly then
-    perform queue._settle_singly(v_ended.ids, v_ended.kinds, v_ended.flags);
-  elsif v_new.has_pending then
-    perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
+  if v_new.has_pending then
+    perform queue._settle_all(v_ended.ids, v_ended.kinds, v_ended.flags, p_singly);
   end if;
   if v_is_read then
     v_has_backlog := queue._admit_parked(p_slice, p_singly) > 0 or exists (select from queue.backlog)
@@ -227,6 +220,60 @@ begin
     parked := parked || v_range.parked;
     is_read := false;
   end loop;
+end $$;
+
+-- Moves jobs whose time has come. Returns the new due mark: no waiting job lies before it.
+create or replace function queue._admit_due(p_due_at timestamptz, p_slice integer, p_singly boolean)
+returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_ids bigint[];
+  v_keys text[];
+  v_at timestamptz;
+  v_n integer;
+begin
+  with due as materialized (
+    select d.ctid as tid, d.at, d.key, d.reason = 'slot' and d.lane is not null as is_mark
+    from queue.waiting d
+    where d.at >= p_due_at and d.at <= v_now order by d.at, d.id limit p_slice),
+  gone as (
+    delete from queue.waiting w
+    where w.ctid = any (array(select d.tid from due d where not d.is_mark))
+    returning w.id),
+  opened as (
+    -- the rates of their keys let more start (_await_rates)
+    update queue.waiting w set at = null
+    where w.ctid = any (array(select d.tid from due d where d.is_mark))
+    returning w.key)
+  select (select array_agg(g.id order by g.id) from gone g), (select array_agg(o.key) from opened o),
+    (select max(d.at) from due d), (select count(*) from due d)
+  into v_ids, v_keys, v_at, v_n;
+  if p_singly then
+    perform queue._advance_singly(v_ids);
+    v_ids := null;
+  end if;
+  perform queue._advance(p_arrived => v_ids, p_keys => v_keys);
+  return case when v_n >= p_slice then v_at else v_now end;
+end $$;
+
+-- Admits jobs that were parked while there was a backlog, in the order of ids, and returns their number.
+create or replace function queue._admit_parked(p_slice integer, p_singly boolean)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+  v_left bigint[];
+begin
+  with parked as (
+    delete from queue.waiting w
+    where w.ctid = any (array(select p.ctid from queue.waiting p where p.reason = 'parked'
+      order by p.id limit p_slice))
+    returning w.id)
+  select array_agg(p.id) into v_ids from parked p;
+  if v_ids is not null then
+    v_left := queue._admit_all_gated(v_ids, p_singly);
+    insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_left) u (id);
+  end if;
+  return coalesce(cardinality(v_ids), 0);
 end $$;
 
 -- Admits jobs and runs schedules that are due by p_now. p_due_at: none is due before it; mark: the same from

@@ -151,11 +151,11 @@ begin
       or jsonb_typeof(v_item -> 'limit') is distinct from 'number' and (v_item ? 'limit' or v_rate is null)
       or v_item ->> 'limit' !~ '^[1-9][0-9]{0,8}$' then
       perform queue._invalid('concurrency must be a list of keys with limits',
-        'Pass {"key": text, "limit": a whole number of at least 1}, or a rate in its place.',
+        'Pass {"key": text, "limit": a whole number from 1 to 999,999,999}, or a rate in its place.',
         'item: ' || left(v_item::text, 200));
     elsif coalesce(jsonb_typeof(v_item -> 'weight'), 'null') not in ('number', 'null')
       or v_item ->> 'weight' !~ '^[1-9][0-9]{0,8}$' then
-      perform queue._invalid('weight must be a whole number of at least 1',
+      perform queue._invalid('weight must be a whole number from 1 to 999,999,999',
         'It is how much of the limit and the rate the job takes.', 'item: ' || left(v_item::text, 200));
     end if;
     perform queue._check_rate(v_rate);
@@ -192,7 +192,7 @@ begin
     case
       when v_item.key in ('max_attempts', 'max_crashes') then
         if v_item.type <> 'number' or v_item.text !~ '^[1-9][0-9]{0,8}$' then
-          perform queue._invalid(format('retry: %s must be a whole number of at least 1, or null',
+          perform queue._invalid(format('retry: %s must be a whole number from 1 to 999,999,999, or null',
             v_item.key), 'null means no limit.', 'value: ' || left(v_item.text, 200));
         end if;
       when v_item.key = 'backoff' then

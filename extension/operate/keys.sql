@@ -23,7 +23,7 @@ begin
   perform queue._check_keys('options', coalesce(configure_key.options, 'null'), array['limit', 'rate']);
   if coalesce(jsonb_typeof(configure_key.options -> 'limit'), 'null') not in ('null', 'number')
     or configure_key.options ->> 'limit' !~ '^[1-9][0-9]{0,8}$' then
-    perform queue._invalid('limit must be a whole number of at least 1, or null',
+    perform queue._invalid('limit must be a whole number from 1 to 999,999,999, or null',
       'To start nothing, pause the queue or the task.');
   end if;
   v_rate := nullif(configure_key.options -> 'rate', 'null');

@@ -26,7 +26,7 @@ begin
   perform queue._check_rate(v_rate);
   if coalesce(jsonb_typeof(configure_queue.options -> 'max_running'), 'null') not in ('null', 'number')
     or configure_queue.options ->> 'max_running' !~ '^[1-9][0-9]{0,8}$' then
-    perform queue._invalid('max_running must be a whole number of at least 1, or null',
+    perform queue._invalid('max_running must be a whole number from 1 to 999,999,999, or null',
       'To stop the queue, pause it.');
   elsif coalesce(jsonb_typeof(configure_queue.options -> 'paused'), 'boolean') <> 'boolean' then
     perform queue._invalid('paused must be true or false', 'Pass a JSON boolean.');

@@ -194,7 +194,7 @@ create or replace function queue._check_schedule_options(p_options jsonb, p_args
 returns jsonb language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_options jsonb := '{}'::jsonb;
-  v_args jsonb := p_args || '{"scheduled_for": "2000-01-01T00:00:00+00:00"}';
+  v_args jsonb := p_args || '{"scheduled_for": "2000-01-01T00:00:00.000001+00:00"}';
   v_names constant text[] := {{argument_keys}};
   v_key text;
 begin

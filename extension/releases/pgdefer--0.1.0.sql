@@ -3939,11 +3939,11 @@ begin
       or jsonb_typeof(v_item -> 'limit') is distinct from 'number' and (v_item ? 'limit' or v_rate is null)
       or v_item ->> 'limit' !~ '^[1-9][0-9]{0,8}$' then
       perform queue._invalid('concurrency must be a list of keys with limits',
-        'Pass {"key": text, "limit": a whole number of at least 1}, or a rate in its place.',
+        'Pass {"key": text, "limit": a whole number from 1 to 999,999,999}, or a rate in its place.',
         'item: ' || left(v_item::text, 200));
     elsif coalesce(jsonb_typeof(v_item -> 'weight'), 'null') not in ('number', 'null')
       or v_item ->> 'weight' !~ '^[1-9][0-9]{0,8}$' then
-      perform queue._invalid('weight must be a whole number of at least 1',
+      perform queue._invalid('weight must be a whole number from 1 to 999,999,999',
         'It is how much of the limit and the rate the job takes.', 'item: ' || left(v_item::text, 200));
     end if;
     perform queue._check_rate(v_rate);
@@ -3980,7 +3980,7 @@ begin
     case
       when v_item.key in ('max_attempts', 'max_crashes') then
         if v_item.type <> 'number' or v_item.text !~ '^[1-9][0-9]{0,8}$' then
-          perform queue._invalid(format('retry: %s must be a whole number of at least 1, or null',
+          perform queue._invalid(format('retry: %s must be a whole number from 1 to 999,999,999, or null',
             v_item.key), 'null means no limit.', 'value: ' || left(v_item.text, 200));
         end if;
       when v_item.key = 'backoff' then
@@ -6347,7 +6347,7 @@ create or replace function queue._check_schedule_options(p_options jsonb, p_args
 returns jsonb language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_options jsonb := '{}'::jsonb;
-  v_args jsonb := p_args || '{"scheduled_for": "2000-01-01T00:00:00+00:00"}';
+  v_args jsonb := p_args || '{"scheduled_for": "2000-01-01T00:00:00.000001+00:00"}';
   v_names constant text[] := array['queue', 'priority', 'lock', 'queueing_lock', 'deadline', 'concurrency_key', 'concurrency_limit'];
   v_key text;
 begin
@@ -10433,42 +10433,6 @@ begin
     p_changed => v_held);
 end $$;
 
--- Admits new jobs one by one, after an admission of them together has failed. A job that can't be admitted
--- fails, so that it does not stop all others for good. No fault is known that a job can cause here: this is
--- for those that are not. Returns the jobs that must be tried again: those that another transaction is
--- replacing, and all that follow a hundred that have failed, as the fault may be mended meanwhile.
--- Locks: as _admit_gated; the row of a queueing lock by skip locked. Why no wake-up is lost: _advance tells
--- those that need the job, and its group. Two sessions: admit/admission.fault.spec.
-create or replace function queue._admit_singly(p_ids bigint[])
-returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_id bigint;
-  v_failed integer := 0;
-  v_left bigint[];
-begin
-  foreach v_id in array array(select u.id from unnest(p_ids) u (id) order by u.id) loop
-    if v_failed = 100 then
-      v_left := v_left || v_id;
-      continue;
-    end if;
-    begin
-      perform queue._admit_gated(array[v_id]);
-    exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
-      if not queue._try_lock_queueing_lock(v_id) then
-        v_left := v_left || v_id;
-        continue;
-      end if;
-      v_failed := v_failed + 1;
-      raise warning 'pgdefer: job % can''t be admitted: % (%)', v_id, sqlerrm, sqlstate;
-      perform queue._join_groups(array[v_id]), queue._join_needs(array[v_id]);
-      perform queue._finish_unclaimed(array[v_id], 'failed', 'admission',
-        format('%s (%s)', sqlerrm, sqlstate));
-      perform queue._advance(p_ended => array[v_id]);
-    end;
-  end loop;
-  return v_left;
-end $$;
-
 -- Sends jobs that are in no gate to the first gate that is closed for them. p_met: jobs that have passed the
 -- gate of needs. passed: jobs for which all gates were open, so that only slots are left; failed: jobs that
 -- wait because one of their needs has failed.
@@ -10542,62 +10506,6 @@ begin
     perform queue._rewind_due_mark();
   end if;
   return v_pass;
-end $$;
-
--- Moves jobs whose time has come. Returns the new due mark: no waiting job lies before it.
-create or replace function queue._admit_due(p_due_at timestamptz, p_slice integer, p_singly boolean)
-returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_now timestamptz := clock_timestamp();
-  v_ids bigint[];
-  v_keys text[];
-  v_at timestamptz;
-  v_n integer;
-begin
-  with due as materialized (
-    select d.ctid as tid, d.at, d.key, d.reason = 'slot' and d.lane is not null as is_mark
-    from queue.waiting d
-    where d.at >= p_due_at and d.at <= v_now order by d.at, d.id limit p_slice),
-  gone as (
-    delete from queue.waiting w
-    where w.ctid = any (array(select d.tid from due d where not d.is_mark))
-    returning w.id),
-  opened as (
-    -- the rates of their keys let more start (_await_rates)
-    update queue.waiting w set at = null
-    where w.ctid = any (array(select d.tid from due d where d.is_mark))
-    returning w.key)
-  select (select array_agg(g.id order by g.id) from gone g), (select array_agg(o.key) from opened o),
-    (select max(d.at) from due d), (select count(*) from due d)
-  into v_ids, v_keys, v_at, v_n;
-  if p_singly then
-    perform queue._advance_singly(v_ids);
-    v_ids := null;
-  end if;
-  perform queue._advance(p_arrived => v_ids, p_keys => v_keys);
-  return case when v_n >= p_slice then v_at else v_now end;
-end $$;
-
--- Admits jobs that were parked while there was a backlog, in the order of ids, and returns their number.
-create or replace function queue._admit_parked(p_slice integer, p_singly boolean)
-returns integer language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_ids bigint[];
-  v_left bigint[];
-begin
-  with parked as (
-    delete from queue.waiting w
-    where w.ctid = any (array(select p.ctid from queue.waiting p where p.reason = 'parked'
-      order by p.id limit p_slice))
-    returning w.id)
-  select array_agg(p.id) into v_ids from parked p;
-  if p_singly then
-    v_left := queue._admit_singly(v_ids);
-    insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_left) u (id);
-  elsif v_ids is not null then
-    perform queue._admit_gated(v_ids);
-  end if;
-  return coalesce(cardinality(v_ids), 0);
 end $$;
 
 -- admit/override.sql
@@ -10966,17 +10874,97 @@ begin
   into ids, kinds, flags, payloads from gone g;
 end $$;
 
--- _settle_slots and _settle, one settlement after another. Those that fail are set aside, so that they don't
--- stop all others for good; _settle_slots_singly returns the others. No such fault is known: this is for
--- those that are not. What is set aside lies behind the cursor, where check() shows it, and is tried again by
--- maintenance (_retry_aside).
--- Locks: the caller holds the admission lock. Why no wake-up is lost: what is set aside wakes nobody until it
--- is settled. Two sessions: admit/settle.fault.spec.
-create or replace function queue._settle_slots_singly(p_ids bigint[], p_kinds text[], p_flags smallint[],
-  p_payloads jsonb[], out ids bigint[], out kinds text[], out flags smallint[])
+-- Committed pending settlements that the cursor has passed, so that no admission would ever read them. There
+-- are none, except after a bug or half a restore. Those that are in flight, or have ended since the cursor
+-- moved, do not count (admit/admission.sql).
+create or replace function queue._orphaned_settlements()
+returns table (xid xid8, seq bigint, job_id bigint, kind text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+begin
+  return query
+    select h.xid, h.seq, h.job_id, h.kind
+    from queue.cursor_now k
+    join queue.pending_settlement h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
+end $$;
+
+-- Hands orphaned settlements to the next admission, but those that were set aside.
+-- Locks: the caller holds the admission lock, so that neither the cursor nor the settlements move meanwhile.
+create or replace function queue._repair_settlements()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.pending_settlement h set xid = pg_current_xact_id()
+  where (h.xid, h.seq) in (select o.xid, o.seq from queue._orphaned_settlements() o
+    where o.xid <> '0'::xid8);
+end $$;
+
+-- admit/singly.sql
+-- Admission one by one (p_singly), after an admission of all together has failed: so that a job, or the end
+-- of one, that admission can't bear stops no others. No such fault is known: this is for those that are not.
+-- A new job fails. Anything else is set aside: it lies behind the cursor, where check() shows it, and is
+-- tried again by maintenance (_retry_aside).
+-- Locks, of all functions here: the caller holds the admission lock; else as those that they call.
+-- Why no wake-up is lost: what is set aside wakes nobody until it is settled.
+-- Tests: admit/admission.poison.sql, admit/settle.fault.spec.
+
+-- Admits new jobs one by one; one that can't be admitted fails. Returns the jobs that must be tried again:
+-- those that another transaction is replacing, and all that follow a hundred that have failed, as the fault
+-- may be mended meanwhile.
+-- Locks: as _admit_gated; the row of a queueing lock by skip locked. Why no wake-up is lost: _advance tells
+-- those that need the job, and its group. Two sessions: admit/admission.fault.spec.
+create or replace function queue._admit_singly(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+  v_failed integer := 0;
+  v_left bigint[];
+begin
+  foreach v_id in array array(select u.id from unnest(p_ids) u (id) order by u.id) loop
+    if v_failed = 100 then
+      v_left := v_left || v_id;
+      continue;
+    end if;
+    begin
+      perform queue._admit_gated(array[v_id]);
+    exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
+      if not queue._try_lock_queueing_lock(v_id) then
+        v_left := v_left || v_id;
+        continue;
+      end if;
+      v_failed := v_failed + 1;
+      raise warning 'pgdefer: job % can''t be admitted: % (%)', v_id, sqlerrm, sqlstate;
+      perform queue._join_groups(array[v_id]), queue._join_needs(array[v_id]);
+      perform queue._finish_unclaimed(array[v_id], 'failed', 'admission',
+        format('%s (%s)', sqlerrm, sqlstate));
+      perform queue._advance(p_ended => array[v_id]);
+    end;
+  end loop;
+  return v_left;
+end $$;
+
+-- _admit_gated, for all together or one by one. Returns the jobs that must be tried again, as _admit_singly.
+create or replace function queue._admit_all_gated(p_ids bigint[], p_singly boolean)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_singly then
+    return queue._admit_singly(p_ids);
+  end if;
+  perform queue._admit_gated(p_ids);
+  return null;
+end $$;
+
+-- _settle_slots, for all together or one by one. Returns the settlements that were not set aside.
+create or replace function queue._settle_all_slots(p_ids bigint[], p_kinds text[], p_flags smallint[],
+  p_payloads jsonb[], p_singly boolean, out ids bigint[], out kinds text[], out flags smallint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  for n in 1 .. coalesce(cardinality(p_ids), 0) loop
+  if not p_singly then
+    perform queue._settle_slots(p_ids, p_kinds, p_flags, p_payloads);
+    ids := p_ids;
+    kinds := p_kinds;
+    flags := p_flags;
+    return;
+  end if;
+  for n in 1 .. cardinality(p_ids) loop
     begin
       perform queue._settle_slots(p_ids[n:n], p_kinds[n:n], p_flags[n:n],
         case when p_payloads[n] is not null then p_payloads[n:n] end);
@@ -10989,9 +10977,15 @@ begin
   end loop;
 end $$;
 
-create or replace function queue._settle_singly(p_ids bigint[], p_kinds text[], p_flags smallint[])
+-- _settle, for all together or one by one.
+create or replace function queue._settle_all(p_ids bigint[], p_kinds text[], p_flags smallint[],
+  p_singly boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
+  if not p_singly then
+    perform queue._settle(p_ids, p_kinds, p_flags);
+    return;
+  end if;
   for n in 1 .. coalesce(cardinality(p_ids), 0) loop
     begin
       perform queue._settle(p_ids[n:n], p_kinds[n:n], p_flags[n:n]);
@@ -11003,8 +10997,7 @@ begin
   end loop;
 end $$;
 
--- As _advance, for jobs that are in no gate, one after another.
--- Locks, and why no wake-up is lost: as _settle_singly.
+-- _advance, for jobs that are in no gate, one by one.
 create or replace function queue._advance_singly(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -11059,29 +11052,6 @@ begin
       from queue.pending_settlement s
       where s.xid = '0'::xid8 order by random() limit 100) a
     where queue._settling_error(a.job_id, a.kind, a.flags, a.payload) is null));
-end $$;
-
--- Committed pending settlements that the cursor has passed, so that no admission would ever read them. There
--- are none, except after a bug or half a restore. Those that are in flight, or have ended since the cursor
--- moved, do not count (admit/admission.sql).
-create or replace function queue._orphaned_settlements()
-returns table (xid xid8, seq bigint, job_id bigint, kind text)
-language plpgsql stable parallel safe security invoker rows 10 as $$
-begin
-  return query
-    select h.xid, h.seq, h.job_id, h.kind
-    from queue.cursor_now k
-    join queue.pending_settlement h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
-end $$;
-
--- Hands orphaned settlements to the next admission, but those that were set aside.
--- Locks: the caller holds the admission lock, so that neither the cursor nor the settlements move meanwhile.
-create or replace function queue._repair_settlements()
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  update queue.pending_settlement h set xid = pg_current_xact_id()
-  where (h.xid, h.seq) in (select o.xid, o.seq from queue._orphaned_settlements() o
-    where o.xid <> '0'::xid8);
 end $$;
 
 -- admit/backlog.sql
@@ -11368,8 +11338,8 @@ end $$;
 
 -- Admits in this order: pending settlements, a slice of each new range, a slice of the most urgent part of
 -- the backlog, jobs that are due.
--- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). p_singly: one by one, as
--- _admit_singly and _settle_singly. has_more: another call will find more.
+-- p_is_lazy: the backlog waits while there is enough to do in p_queues (_has_stock). p_singly: one by one
+-- (admit/singly.sql). has_more: another call will find more.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit(
   p_slice integer, p_is_lazy boolean default false, p_queues text[] default null,
@@ -11378,6 +11348,7 @@ language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_start timestamptz := clock_timestamp();
   v_new record := queue._look_for_rows();
+  v_taken record;
   v_ended record;
   v_range record;
   v_due timestamptz;
@@ -11399,12 +11370,8 @@ begin
   -- a slow read met many rows that are not visible yet: let the cursor pass them
   v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if v_new.has_pending then
-    v_ended := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
-    if p_singly then
-      v_ended := queue._settle_slots_singly(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
-    else
-      perform queue._settle_slots(v_ended.ids, v_ended.kinds, v_ended.flags, v_ended.payloads);
-    end if;
+    v_taken := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
+    v_ended := queue._settle_all_slots(v_taken.ids, v_taken.kinds, v_taken.flags, v_taken.payloads, p_singly);
     -- a yield may need a job that is admitted below
     v_new.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
     admitted := 1;
@@ -11428,19 +11395,15 @@ begin
     v_move := true;
   end if;
   -- all at once, so that jobs of one lock come in the order of ids; before turns are passed on
-  if p_singly then
-    v_parked := v_parked || queue._admit_singly(v_gated);
-    v_has_backlog := v_has_backlog or v_parked is not null;
-  elsif v_gated is not null then
-    perform queue._admit_gated(v_gated);
+  if v_gated is not null then
+    v_parked := v_parked || queue._admit_all_gated(v_gated, p_singly);
   end if;
   if v_parked is not null then
+    v_has_backlog := true;
     insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
   end if;
-  if v_new.has_pending and p_singly then
-    perform queue._settle_singly(v_ended.ids, v_ended.kinds, v_ended.flags);
-  elsif v_new.has_pending then
-    perform queue._settle(v_ended.ids, v_ended.kinds, v_ended.flags);
+  if v_new.has_pending then
+    perform queue._settle_all(v_ended.ids, v_ended.kinds, v_ended.flags, p_singly);
   end if;
   if v_is_read then
     v_has_backlog := queue._admit_parked(p_slice, p_singly) > 0 or exists (select from queue.backlog)
@@ -11574,6 +11537,60 @@ begin
   end loop;
 end $$;
 
+-- Moves jobs whose time has come. Returns the new due mark: no waiting job lies before it.
+create or replace function queue._admit_due(p_due_at timestamptz, p_slice integer, p_singly boolean)
+returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_ids bigint[];
+  v_keys text[];
+  v_at timestamptz;
+  v_n integer;
+begin
+  with due as materialized (
+    select d.ctid as tid, d.at, d.key, d.reason = 'slot' and d.lane is not null as is_mark
+    from queue.waiting d
+    where d.at >= p_due_at and d.at <= v_now order by d.at, d.id limit p_slice),
+  gone as (
+    delete from queue.waiting w
+    where w.ctid = any (array(select d.tid from due d where not d.is_mark))
+    returning w.id),
+  opened as (
+    -- the rates of their keys let more start (_await_rates)
+    update queue.waiting w set at = null
+    where w.ctid = any (array(select d.tid from due d where d.is_mark))
+    returning w.key)
+  select (select array_agg(g.id order by g.id) from gone g), (select array_agg(o.key) from opened o),
+    (select max(d.at) from due d), (select count(*) from due d)
+  into v_ids, v_keys, v_at, v_n;
+  if p_singly then
+    perform queue._advance_singly(v_ids);
+    v_ids := null;
+  end if;
+  perform queue._advance(p_arrived => v_ids, p_keys => v_keys);
+  return case when v_n >= p_slice then v_at else v_now end;
+end $$;
+
+-- Admits jobs that were parked while there was a backlog, in the order of ids, and returns their number.
+create or replace function queue._admit_parked(p_slice integer, p_singly boolean)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+  v_left bigint[];
+begin
+  with parked as (
+    delete from queue.waiting w
+    where w.ctid = any (array(select p.ctid from queue.waiting p where p.reason = 'parked'
+      order by p.id limit p_slice))
+    returning w.id)
+  select array_agg(p.id) into v_ids from parked p;
+  if v_ids is not null then
+    v_left := queue._admit_all_gated(v_ids, p_singly);
+    insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_left) u (id);
+  end if;
+  return coalesce(cardinality(v_ids), 0);
+end $$;
+
 -- Admits jobs and runs schedules that are due by p_now. p_due_at: none is due before it; mark: the same from
 -- now on; p_next_due, p_next_run: the first of each.
 -- Locks: the caller holds the admission lock.
@@ -11678,8 +11695,8 @@ end $$;
 -- once if the admission lock is free, else by the next admission, which reads queue.pending_settlement.
 -- Tests: work/finish.sql, work/ends.sql, admit/locks.late_defer.spec.
 
--- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement, also
--- if a fault stops it: the outcome counts, and maintenance finds whose fault it is (_set_aside).
+-- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement,
+-- also if a fault stops it: the outcome counts, and maintenance finds whose fault it is (admit/singly.sql).
 -- p_all_flags: the flags that any of them has.
 -- Locks: the admission lock by try, after the claims' rows. Why no wake-up is lost: see admit/admission.sql.
 create or replace function queue._settle_or_append(p_ids bigint[], p_flags smallint[], p_all_flags smallint,
@@ -15531,7 +15548,8 @@ begin
     begin
       v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues, p_max_jobs);
     exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
-      select false as is_done into v_passed;  -- _settle_or_append meets it again, and reports it
+      -- _settle_or_append meets it again, and reports it
+      select null::bigint[] as ids, null::bigint as first_claim, 0 as flags, false as is_done into v_passed;
     end;
     if v_passed.is_done then
       ids := v_passed.ids;
@@ -19096,7 +19114,7 @@ begin
   perform queue._check_rate(v_rate);
   if coalesce(jsonb_typeof(configure_queue.options -> 'max_running'), 'null') not in ('null', 'number')
     or configure_queue.options ->> 'max_running' !~ '^[1-9][0-9]{0,8}$' then
-    perform queue._invalid('max_running must be a whole number of at least 1, or null',
+    perform queue._invalid('max_running must be a whole number from 1 to 999,999,999, or null',
       'To stop the queue, pause it.');
   elsif coalesce(jsonb_typeof(configure_queue.options -> 'paused'), 'boolean') <> 'boolean' then
     perform queue._invalid('paused must be true or false', 'Pass a JSON boolean.');
@@ -19253,7 +19271,7 @@ begin
   perform queue._check_keys('options', coalesce(configure_key.options, 'null'), array['limit', 'rate']);
   if coalesce(jsonb_typeof(configure_key.options -> 'limit'), 'null') not in ('null', 'number')
     or configure_key.options ->> 'limit' !~ '^[1-9][0-9]{0,8}$' then
-    perform queue._invalid('limit must be a whole number of at least 1, or null',
+    perform queue._invalid('limit must be a whole number from 1 to 999,999,999, or null',
       'To start nothing, pause the queue or the task.');
   end if;
   v_rate := nullif(configure_key.options -> 'rate', 'null');
@@ -19701,7 +19719,7 @@ begin
   elsif v_job.active_id is null then
     return case when exists (select from queue.pending_settlement h
       where h.job_id = why.id and h.xid = '0'::xid8)
-      then 'it can''t be admitted, by a fault that the server''s log names; maintenance tries again each minute'
+      then 'it can''t be admitted, by a fault that the server''s log names; maintenance tries again'
       when exists (select from queue.pending_settlement h where h.job_id = why.id and h.kind = 'again')
       then 'its last run has just ended; the next fetch or tick admits it again'
       else 'it has not been admitted yet; the next fetches and ticks admit new jobs in turn' end;

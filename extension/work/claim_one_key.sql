@@ -113,7 +113,8 @@ begin
     begin
       v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues, p_max_jobs);
     exception when {{fault}} then
-      select false as is_done into v_passed;  -- _settle_or_append meets it again, and reports it
+      -- _settle_or_append meets it again, and reports it
+      select null::bigint[] as ids, null::bigint as first_claim, 0 as flags, false as is_done into v_passed;
     end;
     if v_passed.is_done then
       ids := v_passed.ids;

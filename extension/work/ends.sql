@@ -2,8 +2,8 @@
 -- once if the admission lock is free, else by the next admission, which reads queue.pending_settlement.
 -- Tests: work/finish.sql, work/ends.sql, admit/locks.late_defer.spec.
 
--- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement, also
--- if a fault stops it: the outcome counts, and maintenance finds whose fault it is (_set_aside).
+-- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement,
+-- also if a fault stops it: the outcome counts, and maintenance finds whose fault it is (admit/singly.sql).
 -- p_all_flags: the flags that any of them has.
 -- Locks: the admission lock by try, after the claims' rows. Why no wake-up is lost: see admit/admission.sql.
 create or replace function queue._settle_or_append(p_ids bigint[], p_flags smallint[], p_all_flags smallint,

@@ -1,6 +1,6 @@
 -- Recurring runs: their jobs, changes, refusals, history, access.
 
-select plan(90);
+select plan(91);
 
 \ir schedules.helpers.psql
 
@@ -149,6 +149,7 @@ from (values
   ($$select queue.schedule(null, '@daily', 't')$$, '22023 name is missing'),
   ($$select queue.schedule('', '@daily', 't')$$, '22023 name is missing'),
   ($$select queue.schedule(repeat('x', 1001), '@daily', 't')$$, '22023 name is too long'),
+  ($$select queue.schedule('n', '@daily', 't', options => jsonb_build_object('lock', repeat('l', 970) || '{scheduled_for}'))$$, '22023 lock is too long'),
   ($$select queue.schedule('n', '@daily', null)$$, '22023 task is missing'),
   ($$select queue.schedule('n', '30 2 30 2 *', 't')$$, '22023 invalid cron expression'),
   ($$select queue.schedule('n', null, 't')$$, '22023 invalid cron expression'),

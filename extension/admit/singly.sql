@@ -1,0 +1,155 @@
+-- Admission one by one (p_singly), after an admission of all together has failed: so that a job, or the end
+-- of one, that admission can't bear stops no others. No such fault is known: this is for those that are not.
+-- A new job fails. Anything else is set aside: it lies behind the cursor, where check() shows it, and is
+-- tried again by maintenance (_retry_aside).
+-- Locks, of all functions here: the caller holds the admission lock; else as those that they call.
+-- Why no wake-up is lost: what is set aside wakes nobody until it is settled.
+-- Tests: admit/admission.poison.sql, admit/settle.fault.spec.
+
+-- Admits new jobs one by one; one that can't be admitted fails. Returns the jobs that must be tried again:
+-- those that another transaction is replacing, and all that follow a hundred that have failed, as the fault
+-- may be mended meanwhile.
+-- Locks: as _admit_gated; the row of a queueing lock by skip locked. Why no wake-up is lost: _advance tells
+-- those that need the job, and its group. Two sessions: admit/admission.fault.spec.
+create or replace function queue._admit_singly(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+  v_failed integer := 0;
+  v_left bigint[];
+begin
+  foreach v_id in array array(select u.id from unnest(p_ids) u (id) order by u.id) loop
+    if v_failed = 100 then
+      v_left := v_left || v_id;
+      continue;
+    end if;
+    begin
+      perform queue._admit_gated(array[v_id]);
+    exception when {{fault}} then
+      if not queue._try_lock_queueing_lock(v_id) then
+        v_left := v_left || v_id;
+        continue;
+      end if;
+      v_failed := v_failed + 1;
+      raise warning 'pgdefer: job % can''t be admitted: % (%)', v_id, sqlerrm, sqlstate;
+      perform queue._join_groups(array[v_id]), queue._join_needs(array[v_id]);
+      perform queue._finish_unclaimed(array[v_id], 'failed', 'admission',
+        format('%s (%s)', sqlerrm, sqlstate));
+      perform queue._advance(p_ended => array[v_id]);
+    end;
+  end loop;
+  return v_left;
+end $$;
+
+-- _admit_gated, for all together or one by one. Returns the jobs that must be tried again, as _admit_singly.
+create or replace function queue._admit_all_gated(p_ids bigint[], p_singly boolean)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_singly then
+    return queue._admit_singly(p_ids);
+  end if;
+  perform queue._admit_gated(p_ids);
+  return null;
+end $$;
+
+-- _settle_slots, for all together or one by one. Returns the settlements that were not set aside.
+create or replace function queue._settle_all_slots(p_ids bigint[], p_kinds text[], p_flags smallint[],
+  p_payloads jsonb[], p_singly boolean, out ids bigint[], out kinds text[], out flags smallint[])
+language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if not p_singly then
+    perform queue._settle_slots(p_ids, p_kinds, p_flags, p_payloads);
+    ids := p_ids;
+    kinds := p_kinds;
+    flags := p_flags;
+    return;
+  end if;
+  for n in 1 .. cardinality(p_ids) loop
+    begin
+      perform queue._settle_slots(p_ids[n:n], p_kinds[n:n], p_flags[n:n],
+        case when p_payloads[n] is not null then p_payloads[n:n] end);
+      ids := ids || p_ids[n];
+      kinds := kinds || p_kinds[n];
+      flags := flags || p_flags[n];
+    exception when {{fault}} then
+      perform queue._set_aside(p_ids[n], p_kinds[n], p_flags[n], p_payloads[n], sqlerrm, sqlstate);
+    end;
+  end loop;
+end $$;
+
+-- _settle, for all together or one by one.
+create or replace function queue._settle_all(p_ids bigint[], p_kinds text[], p_flags smallint[],
+  p_singly boolean)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if not p_singly then
+    perform queue._settle(p_ids, p_kinds, p_flags);
+    return;
+  end if;
+  for n in 1 .. coalesce(cardinality(p_ids), 0) loop
+    begin
+      perform queue._settle(p_ids[n:n], p_kinds[n:n], p_flags[n:n]);
+    exception when {{fault}} then
+      -- its slots are free already
+      perform queue._set_aside(p_ids[n], p_kinds[n], (p_flags[n] & ~{{counted}})::smallint, null, sqlerrm,
+        sqlstate);
+    end;
+  end loop;
+end $$;
+
+-- _advance, for jobs that are in no gate, one by one.
+create or replace function queue._advance_singly(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+begin
+  foreach v_id in array coalesce(p_ids, '{}'::bigint[]) loop
+    begin
+      perform queue._advance(p_arrived => array[v_id]);
+    exception when {{fault}} then
+      perform queue._set_aside(v_id, 'again', 0::smallint, null, sqlerrm, sqlstate);
+    end;
+  end loop;
+end $$;
+
+create or replace function queue._set_aside(p_id bigint, p_kind text, p_flags smallint, p_payload jsonb,
+  p_error text, p_sqlstate text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  raise warning 'pgdefer: job % can''t be settled (%), and is set aside: % (%)', p_id, p_kind, p_error,
+    p_sqlstate;
+  insert into queue.pending_settlement (xid, job_id, kind, flags, payload)
+  values ({{aside}}, p_id, p_kind, p_flags, p_payload);
+end $$;
+
+-- Tries to settle one settlement alone, and rolls that back. Returns the error, or NULL.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: nothing of it remains.
+create or replace function queue._settling_error(p_id bigint, p_kind text, p_flags smallint, p_payload jsonb)
+returns text language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_is_settled boolean := false;
+begin
+  perform queue._settle_slots(array[p_id], array[p_kind], array[p_flags],
+    case when p_payload is not null then array[p_payload] end);
+  perform queue._settle(array[p_id], array[p_kind], array[p_flags]);
+  v_is_settled := true;
+  raise raise_exception;  -- rolls it back
+exception when {{fault}} then
+  return case when not v_is_settled then format('%s (%s)', sqlerrm, sqlstate) end;
+end $$;
+
+-- Hands up to a hundred of those that were set aside to the next admission, if they can be settled now.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: they get the xid of this transaction,
+-- which the cursor has not passed. Two sessions: admit/settle.fault.spec.
+create or replace function queue._retry_aside()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.pending_settlement h set xid = pg_current_xact_id()
+  where h.xid = {{aside}} and h.seq = any (array(
+    select a.seq
+    from (
+      select s.seq, s.job_id, s.kind, s.flags, s.payload
+      from queue.pending_settlement s
+      where s.xid = {{aside}} order by random() limit 100) a
+    where queue._settling_error(a.job_id, a.kind, a.flags, a.payload) is null));
+end $$;
