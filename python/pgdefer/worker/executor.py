@@ -7,7 +7,7 @@ import collections
 import contextvars
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from pgdefer._text import logger
 from pgdefer.tasks.context import JobAborted
@@ -71,7 +71,8 @@ class Executor:
         self._looked_at = 0.0
         # What jobs start in: not that of the job whose end has made room.
         self._context = contextvars.copy_context()
-        self.running: set[Claim] = set()
+        #: The claims whose jobs run, in the order of their starts.
+        self.running: dict[Claim, None] = {}
         # The jobs of those; and claims of such jobs, which are held.
         self._running_jobs: set[int] = set()
         self._beside: set[Claim] = set()
@@ -181,6 +182,12 @@ class Executor:
         self._look_later(WAIT)
         return True
 
+    def starts(self, slots: Slots) -> Iterator[float]:
+        """Yield when the jobs or batches that use these slots have started, in that order."""
+        for claim in self.running:
+            if claim.slots is slots and claim is claim.members[0]:
+                yield claim.started_at
+
     def start_next(self, slots: Slots) -> bool:
         """Start the next claim that waits for these slots; return whether more may start."""
         self._hear_first()
@@ -277,7 +284,7 @@ class Executor:
         claim.runner.start(claim)
 
     def _runs(self, claim: Claim) -> None:
-        self.running.add(claim)
+        self.running[claim] = None
         self._running_jobs.add(claim.job.id)
 
     def handler_begins(self, claim: Claim) -> None:
@@ -392,7 +399,7 @@ class Executor:
                     self._start_soon()
         self._beside.discard(claim)
         if claim in self.running:
-            self.running.discard(claim)
+            del self.running[claim]
             self._running_jobs.discard(claim.job.id)
         if self._heartbeat is not None:
             self._heartbeat.keep_after.pop(claim, None)

@@ -224,7 +224,11 @@ class Fetcher:
 
     def _open(self) -> list[Slots]:
         """Return the slots to fetch jobs for in a call that is made anyway: full ones, too."""
-        return [slots for slots in self._slots if slots.wanted] if self._may_claim else []
+        if not self._may_claim:
+            return []
+        for slots in self._slots:
+            slots.prefetch.runs(self._executor.starts(slots), clock())
+        return [slots for slots in self._slots if slots.wanted]
 
     def _wanted(self, slots: Slots) -> int:
         """Return how many jobs to ask for."""

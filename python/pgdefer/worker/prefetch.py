@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 __all__ = ["MOST", "MOST_OF_MANY", "SOON", "WAIT", "Filling", "Prefetch"]
 
 # How many jobs are claimed ahead at most, unless the worker's options say otherwise: about as many
@@ -39,9 +41,19 @@ class Prefetch:
     It also begins anew where jobs were given back, as they had waited too long; from half of what
     it was then it only grows by the slots with each answer (as the congestion window of TCP does,
     RFC 5681), so that slow jobs which come again and again make few others go back.
+    Slots whose jobs run for longer than AHEAD do not count: nothing will start in them soon.
     """
 
-    __slots__ = ("_doubles_to", "_is_late", "_mean", "_most", "_slots", "_started", "_window")
+    __slots__ = (
+        "_doubles_to",
+        "_held",
+        "_is_late",
+        "_mean",
+        "_most",
+        "_slots",
+        "_started",
+        "_window",
+    )
 
     def __init__(self, slots: int, most: int) -> None:
         self._slots = slots
@@ -54,6 +66,8 @@ class Prefetch:
         self._is_late = False
         # How long the last jobs ran, in seconds; below 0: none has yet.
         self._mean = -1.0
+        # How many slots have jobs that run for longer than AHEAD.
+        self._held = 0
 
     @property
     def allowed(self) -> int:
@@ -65,12 +79,20 @@ class Prefetch:
         mean = self._mean
         self._mean = duration if mean < 0 else mean + (duration - mean) * WEIGHT
 
+    def runs(self, starts: Iterable[float], now: float) -> None:
+        """Take in when the jobs that run have started, the first ones first."""
+        self._held = 0
+        for at in starts:
+            if now - at <= AHEAD:
+                break
+            self._held += 1
+
     def answered(self, asked: int, came: int) -> None:
         """Take in how many jobs an answer held of those that were asked for."""
         soon = 0 if self._is_late else self._start_within(SOON)
         if came == asked and not self._is_late:
             doubled = min(2 * self._window, self._doubles_to)
-            self._window = min(max(self._window + self._slots, doubled), self._most)
+            self._window = min(max(self._window + self._slots - self._held, doubled), self._most)
         elif came == asked or came >= FIT:
             self._window = max(self._window // 2, min(self._window, came, soon))
         else:
@@ -98,9 +120,7 @@ class Prefetch:
         """Return how many jobs start within so many seconds, if they run as long as the last."""
         if self._mean < 0:
             return 0
-        if self._mean == 0:
-            return self._most
-        return int(min(seconds * self._slots / self._mean, self._most))
+        return int(min(seconds * (self._slots - self._held) / max(self._mean, 1e-9), self._most))
 
 
 class Filling:

@@ -192,6 +192,32 @@ async def test_none_where_jobs_are_slow(app: App, jobs: Jobs) -> None:
     assert most == 0
 
 
+async def test_few_where_long_jobs_use_most_slots(app: App, jobs: Jobs) -> None:
+    most = 0
+    release = asyncio.Event()
+
+    @app.task
+    async def quick() -> None:
+        nonlocal most
+        await asyncio.sleep(0.005)
+        most = max(most, len(worker.executor.waiting))
+
+    @app.task
+    async def block() -> None:
+        await release.wait()
+
+    block.defer_many([{}] * 19)
+    async with running(app, concurrency=20) as worker:
+        running_jobs = worker.executor.running
+        await until(lambda: len(running_jobs) == 19)
+        await until(lambda: all(clock() - it.started_at > prefetch.AHEAD for it in running_jobs))
+        quick.defer_many([{}] * 400)
+        await until(lambda: worker.finished == 400)
+        release.set()
+        await jobs.end()
+    assert 0 < most <= prefetch.AHEAD / 0.005  # in the slot that is left
+
+
 async def test_none_without_prefetch(app: App, jobs: Jobs) -> None:
     blocked = Blocked(app)
     blocked.defer()

@@ -42,6 +42,21 @@ def test_only_jobs_that_start_soon(seconds: float, allowed: int) -> None:
     assert prefetch.allowed == allowed
 
 
+def test_slots_of_long_jobs_do_not_count() -> None:
+    prefetch = Prefetch(20, 500)
+    prefetch.ended(0.01)
+    prefetch.runs([1.0] * 18 + [2.0], now=1.0 + AHEAD * 1.01)
+    sizes = []
+    for _ in range(4):
+        prefetch.answered(100, 100)
+        sizes.append(prefetch.allowed)
+    assert sizes == [2, 4, 8, 10]  # of two slots, in AHEAD / 0.01
+    prefetch.runs([1.0] * 20, now=2.0)
+    assert prefetch.allowed == 0
+    prefetch.runs([], now=2.0)
+    assert prefetch.allowed == 16
+
+
 def test_it_halves_once_for_each_answer_whose_jobs_waited_long() -> None:
     prefetch = grown(5)
     for _ in range(50):
