@@ -117,7 +117,9 @@ begin
   select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice) a;
 exception when {{fault}} then
   raise warning 'pgdefer: admission failed, and begins anew job by job: % (%)', sqlerrm, sqlstate;
-  select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice, p_singly => true) a;
+  -- jobs that must be tried again are more, but not at once
+  select a.admitted, a.has_more and a.admitted > 0 into admitted, has_more
+  from queue._admit(p_slice, p_singly => true) a;
 end $$;
 
 -- The cursor, and what it has not passed yet: the xids where ranges of new jobs begin; the transactions in

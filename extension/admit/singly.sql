@@ -1,7 +1,7 @@
 -- Admission one by one (p_singly), after an admission of all together has failed: so that a job, or the end
 -- of one, that admission can't bear stops no others. No such fault is known: this is for those that are not.
--- A new job fails. Anything else is set aside: it lies behind the cursor, where check() shows it, and is
--- tried again by maintenance (_retry_aside).
+-- A new job fails, or is parked for another try. Anything else is set aside: it lies behind the cursor, where
+-- check() shows it, and is tried again by maintenance (_retry_aside).
 -- Locks, of all functions here: the caller holds the admission lock; else as those that they call.
 -- Why no wake-up is lost: what is set aside wakes nobody until it is settled.
 -- Tests: admit/admission.poison.sql, admit/settle.fault.spec.
@@ -64,7 +64,7 @@ begin
     flags := p_flags;
     return;
   end if;
-  for n in 1 .. cardinality(p_ids) loop
+  for n in 1 .. coalesce(cardinality(p_ids), 0) loop  -- all may be this transaction's own
     begin
       perform queue._settle_slots(p_ids[n:n], p_kinds[n:n], p_flags[n:n],
         case when p_payloads[n] is not null then p_payloads[n:n] end);

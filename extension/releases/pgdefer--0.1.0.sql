@@ -10900,8 +10900,8 @@ end $$;
 -- admit/singly.sql
 -- Admission one by one (p_singly), after an admission of all together has failed: so that a job, or the end
 -- of one, that admission can't bear stops no others. No such fault is known: this is for those that are not.
--- A new job fails. Anything else is set aside: it lies behind the cursor, where check() shows it, and is
--- tried again by maintenance (_retry_aside).
+-- A new job fails, or is parked for another try. Anything else is set aside: it lies behind the cursor, where
+-- check() shows it, and is tried again by maintenance (_retry_aside).
 -- Locks, of all functions here: the caller holds the admission lock; else as those that they call.
 -- Why no wake-up is lost: what is set aside wakes nobody until it is settled.
 -- Tests: admit/admission.poison.sql, admit/settle.fault.spec.
@@ -10964,7 +10964,7 @@ begin
     flags := p_flags;
     return;
   end if;
-  for n in 1 .. cardinality(p_ids) loop
+  for n in 1 .. coalesce(cardinality(p_ids), 0) loop  -- all may be this transaction's own
     begin
       perform queue._settle_slots(p_ids[n:n], p_kinds[n:n], p_flags[n:n],
         case when p_payloads[n] is not null then p_payloads[n:n] end);
@@ -11432,7 +11432,9 @@ begin
   select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice) a;
 exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
   raise warning 'pgdefer: admission failed, and begins anew job by job: % (%)', sqlerrm, sqlstate;
-  select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice, p_singly => true) a;
+  -- jobs that must be tried again are more, but not at once
+  select a.admitted, a.has_more and a.admitted > 0 into admitted, has_more
+  from queue._admit(p_slice, p_singly => true) a;
 end $$;
 
 -- The cursor, and what it has not passed yet: the xids where ranges of new jobs begin; the transactions in
@@ -11760,6 +11762,7 @@ end $$;
 
 -- Settles the pending settlements of this transaction for claims on p_ids, as one set, if the admission lock
 -- is free. After a fault they stay, as in _settle_or_append.
+-- Locks: the admission lock by try, given back after a fault.
 create or replace function queue._settle_own(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -12593,8 +12596,8 @@ end $$;
 comment on function queue.finish_step(bigint, bigint, text, jsonb) is
   'Finishes a step with a value, for this and all later runs of the job. It may be part of the handler''s own'
     ' transaction: the handler''s writes and the step then commit together or not at all, and a lost claim'
-    ' rolls both back (QJ002). A step that is already finished is refused (QJ003): so after a lost'
-    ' answer, QJ003 says that the first call has counted. For a name that is used again in one run, see'
+    ' rolls both back (QJ002). A step that is already finished is refused (QJ003): if the answer'
+    ' was lost, that means that the first call counted. For a name that is used again in one run, see'
     ' begin_step, which counts each use.';
 
 -- Locks: none. Raises: 22023, QJ001, QJ002.

@@ -67,6 +67,7 @@ end $$;
 
 -- Settles the pending settlements of this transaction for claims on p_ids, as one set, if the admission lock
 -- is free. After a fault they stay, as in _settle_or_append.
+-- Locks: the admission lock by try, given back after a fault.
 create or replace function queue._settle_own(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare

@@ -93,8 +93,8 @@ end $$;
 comment on function queue.finish_step(bigint, bigint, text, jsonb) is
   'Finishes a step with a value, for this and all later runs of the job. It may be part of the handler''s own'
     ' transaction: the handler''s writes and the step then commit together or not at all, and a lost claim'
-    ' rolls both back (QJ002). A step that is already finished is refused (QJ003): so after a lost'
-    ' answer, QJ003 says that the first call has counted. For a name that is used again in one run, see'
+    ' rolls both back (QJ002). A step that is already finished is refused (QJ003): if the answer'
+    ' was lost, that means that the first call counted. For a name that is used again in one run, see'
     ' begin_step, which counts each use.';
 
 -- Locks: none. Raises: 22023, QJ001, QJ002.

@@ -52,8 +52,8 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
 
     `dsn` names the database. Without it, the environment variable PGDEFER_DSN does, or else those
     of libpq; without these, or with `embedded=True`, the App uses the embedded server, and starts
-    it when first needed. With `embedded=False` it never does: so a variable that is missing in
-    production is an error, and no job goes where nobody runs it.
+    it when first needed. With `embedded=False` it never does: if a variable is missing in
+    production, libpq's own defaults count, which is an error unless a server runs there.
 
     Behind pgbouncer in transaction mode pass `pgbouncer=True`: it avoids prepared statements, and
     workers poll, unless `listen_dsn` leads to the same database directly: they then listen there.

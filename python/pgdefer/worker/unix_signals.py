@@ -106,7 +106,8 @@ def signals(on_stop: Callable[[], None], on_quit: Callable[[], None]) -> Iterato
     try:
         yield
     finally:
-        _handling.remove(loop)
+        if loop in _handling:  # not in a forked child
+            _handling.remove(loop)
         for number in handlers:
             loop.remove_signal_handler(number)
 

@@ -1,7 +1,7 @@
 -- A job, or an end, that admission can't bear, by a fault of the queue: it stops the others only until the next
 -- maintenance. The end that a worker reports: work/ends.sql.
 
-select plan(36);
+select plan(39);
 
 \ir admission.helpers.psql
 
@@ -106,6 +106,34 @@ select pg_temp.mend() \g /dev/null
 select queue.tick() \g /dev/null
 select is((select s.used from queue.semaphores s where s.key = 'k'), 0, 'and is freed once');
 select is(pg_temp.run(), 'turn poison', 'once mended, the turn is passed on');
+
+-- A new job at fault that another transaction is replacing: maintenance leaves it for later, and does not spin
+set pgdefer.notify = off;  -- PREPARE TRANSACTION refuses notifications
+alter table queue.lock_member add constraint lock_member_fault_check check (lock !~ 'poison');
+select queue.defer('replaced', lock => 'poison', queueing_lock => 'q') \g /dev/null
+begin;
+select queue.defer('replaced', lock => 'poison', queueing_lock => 'q', options => '{"on_conflict": "replace"}') \g /dev/null
+prepare transaction 'replacing';
+create function pg_temp.rounds() returns integer language plpgsql as $$
+begin
+  perform queue._lock_admission(true);
+  for n in 1 .. 10 loop
+    if not (select a.has_more from queue._admit_surely(1000) a) then
+      return n;
+    end if;
+  end loop;
+end $$;
+select is(pg_temp.rounds(), 2, 'it is tried twice');
+rollback prepared 'replacing';
+alter table queue.lock_member drop constraint lock_member_fault_check;
+select is(pg_temp.run(), 'replaced', 'once mended, it runs');
+set pgdefer.notify = on;
+
+-- A transaction that has handed an end over itself, which its own admission does not read
+begin;
+insert into queue.pending_settlement (job_id, kind, flags) values (1, 'recheck', 0);
+select lives_ok('select queue._lock_admission(true), queue._admit(1000, p_singly => true)', 'an end of its own is none to settle');
+rollback;
 
 -- Ends that fail only together
 select queue.defer('ends', lock => l), queue.defer('behind', lock => l) from unnest('{a,b}'::text[]) l \g /dev/null
