@@ -139,13 +139,20 @@ def test_a_primary_that_was_made_read_only(pair: Pair, tmp_path: Path) -> None:
             connection.execute("select pg_reload_conf()")
             shown = "show transaction_read_only"
             until(lambda: connection.execute(shown).fetchall() == [("on",)])
-        with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
-            app.defer("pay", {"lock": "app"}, lock="app")
+        until(lambda: is_refused(app))  # each session reads the setting in its own time
         pair.promote()
         wait_for_standbys(pair, on=False)
         app.defer("pay", {"lock": "app"}, lock="app")
         load.go_on()
         load.end(pair.primary)
+
+
+def is_refused(app: pgdefer.App) -> bool:
+    try:
+        app.defer("pay", {"lock": "app"}, lock="app")
+    except psycopg.errors.ReadOnlySqlTransaction:
+        return True
+    return False
 
 
 def wait_for_standbys(pair: Pair, *, on: bool) -> None:

@@ -90,7 +90,7 @@ select throws_ok('select pg_temp.run()', '23514', null, 'a job that is due stops
 select lives_ok('select queue.tick()', 'but not maintenance');
 select is(pg_temp.run(), 'due', 'the others run');
 select is((select string_agg(c.problem || ', ' || j.task, '; ') from queue.check() c left join queue.jobs j using (id)), 'a settlement that the cursor has passed, due poison', 'it is set aside, and check names it');
-select matches((select queue.why(j.id) from queue.jobs j where j.task = 'due poison'), '^it can''t be admitted, by a fault', 'why says so');
+select matches((select queue.why(j.id) from queue.jobs j where j.task = 'due poison'), '^it is set aside, because of a fault', 'why says so');
 select pg_temp.mend() \g /dev/null
 select queue.tick() \g /dev/null
 select is(pg_temp.run(), 'due poison', 'once mended, it runs');
