@@ -64,7 +64,7 @@ class Deferring(Registry):
         this name, which stays as it is.
         """
         text = self.client.codec.dumps({} if payload is None else payload)
-        kept = None if retain is None else checked_interval("retain", retain)
+        kept = checked_interval("retain", retain)
         parameters = {"event": event, "payload": text, "retain": kept}
         ((is_first,),) = self.client.call(sql.PUBLISH, parameters, connection)
         return bool(is_first)

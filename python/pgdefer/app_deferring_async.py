@@ -63,7 +63,7 @@ class AsyncDeferring(Registry):
         this name, which stays as it is.
         """
         text = self.client.codec.dumps({} if payload is None else payload)
-        kept = None if retain is None else checked_interval("retain", retain)
+        kept = checked_interval("retain", retain)
         parameters = {"event": event, "payload": text, "retain": kept}
         ((is_first,),) = await self.client.call_async(sql.PUBLISH, parameters, connection)
         return bool(is_first)

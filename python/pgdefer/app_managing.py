@@ -145,8 +145,7 @@ class Managing(Registry):
         affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
         is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
         """
-        time = None if until is None else checked_time("until", until)
-        parameters = {"queue": queue, "task": task, "until": time}
+        parameters = {"queue": queue, "task": task, "until": checked_time("until", until)}
         ((jobs,),) = self.client.call(sql.PAUSE, parameters, connection)
         return int(jobs)
 
@@ -254,7 +253,10 @@ class Managing(Registry):
         With `state` and `older_than`, delete those in that state that ended longer ago than that.
         One call deletes at most `max_jobs`, and 10,000: call it again until it returns 0.
         """
-        age = None if older_than is None else checked_interval("older_than", older_than)
-        parameters = {"max_jobs": max_jobs, "state": state, "older_than": age}
+        parameters = {
+            "max_jobs": max_jobs,
+            "state": state,
+            "older_than": checked_interval("older_than", older_than),
+        }
         ((jobs,),) = self.client.call(sql.PRUNE, parameters, connection)
         return int(jobs)

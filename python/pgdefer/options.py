@@ -206,8 +206,13 @@ def interval_text(value: dt.timedelta) -> str:
     return f"{sign}{hours}:{minutes:02}:{seconds:02}.{microseconds:06}"
 
 
-def checked_interval(name: str, value: object) -> str:
-    """Return an interval in PostgreSQL's syntax. Raises TypeError, ValueError that name it."""
+def checked_interval(name: str, value: object) -> str | None:
+    """Return an interval in PostgreSQL's syntax, None for None.
+
+    Raises TypeError, ValueError that name it.
+    """
+    if value is None:
+        return None
     if not isinstance(value, dt.timedelta):
         raise TypeError(f"{name} must be a timedelta, not {value!r}")
     if abs(value) >= _TOO_LONG:
@@ -215,8 +220,10 @@ def checked_interval(name: str, value: object) -> str:
     return interval_text(value)
 
 
-def checked_time(name: str, value: object) -> str:
-    """Return a time as text. Raises TypeError, ValueError that name it."""
+def checked_time(name: str, value: object) -> str | None:
+    """Return a time as text, None for None. Raises TypeError, ValueError that name it."""
+    if value is None:
+        return None
     if not isinstance(value, dt.datetime):
         raise TypeError(f"{name} must be a datetime, not {value!r}")
     if value.tzinfo is None:

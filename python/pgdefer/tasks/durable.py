@@ -64,7 +64,7 @@ class DurableCalls(StepCalls):
         for what, text in (("signal", signal), ("event", event)):
             if text is not None:
                 check_text(what, text)
-        length = None if timeout is None else checked_interval("timeout", timeout)
+        length = checked_interval("timeout", timeout)
         with self._step(name, None) as (key, value):
             if key is None:
                 return value

@@ -63,7 +63,7 @@ class AsyncDurableCalls(AsyncStepCalls):
         for what, text in (("signal", signal), ("event", event)):
             if text is not None:
                 check_text(what, text)
-        length = None if timeout is None else checked_interval("timeout", timeout)
+        length = checked_interval("timeout", timeout)
         async with self._step_async(name, None) as (key, value):
             if key is None:
                 return value

@@ -131,8 +131,8 @@ class JobCalls(Generic[R_co]):
         that one. Raises StepChanged if it has not finished that step.
         """
         given = (
-            ("retry_at", None if at is None else checked_time("at", at)),
-            ("retry_in", None if delay is None else checked_interval("delay", delay)),
+            ("retry_at", checked_time("at", at)),
+            ("retry_in", checked_interval("delay", delay)),
             ("priority", None if priority is None else to_json("priority", priority)),
             ("queue", queue),
             ("lock", lock),
@@ -153,7 +153,7 @@ class JobCalls(Generic[R_co]):
 
         Raises InvalidState if it runs or has finished, ValueError for a time without a zone.
         """
-        parameters = {"id": self.id, "at": None if at is None else checked_time("at", at)}
+        parameters = {"id": self.id, "at": checked_time("at", at)}
         return value_of(self.client.call(sql.RESCHEDULE, parameters, connection))
 
     def hold(self, *, connection: AnyConnection = OWN) -> str:
@@ -180,8 +180,7 @@ class JobCalls(Generic[R_co]):
 
         None removes it. Raises ValueError for a time without a zone.
         """
-        time = None if at is None else checked_time("at", at)
-        parameters = {"ids": [self.id], "at": time}
+        parameters = {"ids": [self.id], "at": checked_time("at", at)}
         return outcome_of(self.client.call(sql.SET_DEADLINE, parameters, connection))
 
     def set_args(self, args: Mapping[str, Any], *, connection: AnyConnection = OWN) -> str:

@@ -134,8 +134,8 @@ class AsyncJobCalls(Generic[R_co]):
         that one. Raises StepChanged if it has not finished that step.
         """
         given = (
-            ("retry_at", None if at is None else checked_time("at", at)),
-            ("retry_in", None if delay is None else checked_interval("delay", delay)),
+            ("retry_at", checked_time("at", at)),
+            ("retry_in", checked_interval("delay", delay)),
             ("priority", None if priority is None else to_json("priority", priority)),
             ("queue", queue),
             ("lock", lock),
@@ -158,7 +158,7 @@ class AsyncJobCalls(Generic[R_co]):
 
         Raises InvalidState if it runs or has finished, ValueError for a time without a zone.
         """
-        parameters = {"id": self.id, "at": None if at is None else checked_time("at", at)}
+        parameters = {"id": self.id, "at": checked_time("at", at)}
         return value_of(await self.client.call_async(sql.RESCHEDULE, parameters, connection))
 
     async def hold_async(self, *, connection: AnyAsyncConnection = OWN) -> str:
@@ -189,8 +189,7 @@ class AsyncJobCalls(Generic[R_co]):
 
         None removes it. Raises ValueError for a time without a zone.
         """
-        time = None if at is None else checked_time("at", at)
-        parameters = {"ids": [self.id], "at": time}
+        parameters = {"ids": [self.id], "at": checked_time("at", at)}
         return outcome_of(await self.client.call_async(sql.SET_DEADLINE, parameters, connection))
 
     async def set_args_async(

@@ -28,6 +28,7 @@ from pgdefer.worker.threads import Threads
 __all__ = ["FunctionRunner", "LoopRunner", "ProcessRunner", "ThreadRunner"]
 
 log = logger("pgdefer.worker")
+
 # How often JobTimeout is raised again in a thread that goes on, in seconds.
 AGAIN = 10.0
 
