@@ -226,7 +226,8 @@ select queue.defer('w', needs => array[:some]) \g /dev/null
 select pg_temp.states() is null as warmed \g /dev/null
 select queue.defer('d', needs => array[j.id]) from queue.jobs j where j.task = 'n' \g /dev/null
 select pg_temp.states() is null as warmed \g /dev/null
--- The numbers of index entries and table rows that a call reads.
+-- The numbers of index entries and table rows that a call reads. Of ticks it is the least of three: some do work that
+-- is due only now and then.
 create function pg_temp.read() returns bigint language sql as $$
   select sum(coalesce(pg_stat_get_xact_tuples_returned(c.oid), 0)) from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relkind in ('r', 'i')
 $$;
@@ -237,10 +238,13 @@ begin
   execute call;
   return pg_temp.read() - v_before;
 end $$;
--- tick looks for forgotten claims every 10 s
-select queue.tick() \g /dev/null
 select cmp_ok(pg_temp.reads(format('select queue.defer(''e'', needs => array[%s, %s])', :some, :some - 1)), '<', 100::bigint, 'a defer with needs reads only these');
-select cmp_ok(pg_temp.reads('select from queue.tick()'), '<', 100::bigint, 'so does its admission');
+create temp table tick_reads as select pg_temp.reads('select from queue.tick()') as n;
+select queue.defer('e', needs => array[:some, :some - 1]) \g /dev/null
+insert into tick_reads select pg_temp.reads('select from queue.tick()');
+select queue.defer('e', needs => array[:some, :some - 1]) \g /dev/null
+insert into tick_reads select pg_temp.reads('select from queue.tick()');
+select cmp_ok((select min(n) from tick_reads), '<', 100::bigint, 'so does its admission');
 select cmp_ok(pg_temp.reads(format('select from queue.hold(%s)', :some)), '<', 100::bigint, 'and the change of a need');
 call pg_temp.clear();
 

@@ -125,7 +125,8 @@ select queue.tick() \g /dev/null
 select test.refusal('select queue.delete_queue(''many'')') \g /dev/null
 select pg_current_xact_id() as before \gset
 select is(queue.delete_queue('many', true), 300, 'are deleted');
-select cmp_ok(pg_current_xact_id()::text::bigint - :before, '<', 50::bigint, 'without a transaction for each');
+-- tests in other databases of the server take some, too
+select cmp_ok(pg_current_xact_id()::text::bigint - :before, '<', 200::bigint, 'without a transaction for each');
 select is_empty('select * from queue.check()', 'in order');
 
 select * from finish();

@@ -229,15 +229,20 @@ create function pg_temp.reads() returns table (name text, seq bigint, idx bigint
 $$;
 create temp table before as select * from pg_temp.reads() limit 0;
 create temp table heavy (tables text);
--- Calls this many times, and says of which tables more rows than this were read: whole, or by an index. It calls again,
--- up to five times, while there are any: the entry of a row that has ended stays in an index for as long as another
--- session's snapshot, and that may be autovacuum's, for whose end it waits.
+-- Calls this many times, and says of which tables more rows than this were read: whole, or by an index. The entry of a
+-- row that has ended stays in an index for as long as another session may see it. So it waits first until autovacuum,
+-- and each transaction that has written in any database, has ended. It calls again, up to five times, while there are
+-- any.
 create procedure pg_temp.measure(call text, times integer, seq bigint, idx bigint) language plpgsql as $$
+declare
+  v_xid xid8;
 begin
   for n in 1 .. 5 loop
+    v_xid := pg_current_xact_id();
     commit;
-    while exists (select from pg_stat_activity a
-      where a.datname = current_database() and a.pid <> pg_backend_pid() and a.backend_xmin is not null)
+    while pg_snapshot_xmin(pg_current_snapshot()) <= v_xid or exists (select from pg_stat_activity a
+      where a.datname = current_database() and a.pid <> pg_backend_pid()
+        and (a.backend_xmin is not null or a.backend_type = 'autovacuum worker'))
     loop
       commit;
       perform pg_sleep(0.01);
