@@ -14258,7 +14258,8 @@ end $$;
 -- How long a job is kept: _retention (admit/dequeue.sql).
 
 -- Locks: the admission lock, waited for, so that no new job needs a removed one; rows of finished jobs by
--- skip locked. Others can't fetch meanwhile, so a call ends after a second, or 10,000 jobs. Without a state a
+-- skip locked. Others can't fetch meanwhile, so a call ends after a second, or 10,000 jobs. Jobs in a state
+-- are looked for before the lock is taken, because there may be many that are needed. Without a state a
 -- round without a job does not end it: it may have found only jobs whose retention was made longer since.
 -- Raises: 22023, 42501 (for the audit, if the caller lacks the owner's rights), QJ008.
 create or replace function queue.prune(max_jobs integer default 10000, state text default null,
@@ -14267,10 +14268,11 @@ returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
 declare
   v_max_jobs integer := least(prune.max_jobs, 10000);
+  v_finished_until timestamptz;
+  v_ids bigint[];
   v_until timestamptz;
   v_safe_at timestamptz;
   v_pruned integer := 0;
-  v_round integer;
 begin
   if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
   perform queue._check_isolation();
@@ -14286,6 +14288,8 @@ begin
   if prune.state = 'audit' then
     v_pruned := queue._prune_audit(prune.max_jobs, prune.older_than);
   else
+    v_finished_until := clock_timestamp() - coalesce(prune.older_than, interval '0');
+    v_ids := queue._prunable(v_max_jobs, prune.state, v_finished_until) where prune.state is not null;
     perform queue._lock_admission(true);
     v_safe_at := queue._safe_at();
     perform queue._admit_all();
@@ -14295,11 +14299,11 @@ begin
     perform queue._prune_idempotency_keys(v_max_jobs);
     v_until := clock_timestamp() + interval '1 s';
     for v_no in 1 .. 5 loop
-      v_round := queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at, prune.state,
-        coalesce(prune.older_than, interval '0'));
-      v_pruned := v_pruned + v_round;
+      v_pruned := v_pruned + case when prune.state is null
+        then queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at)
+        else queue._prune_found(v_ids[v_no * 2000 - 1999 : v_no * 2000], prune.state, v_finished_until) end;
       exit when v_pruned = v_max_jobs or clock_timestamp() > v_until
-        or prune.state is not null and v_round < 2000;
+        or v_no * 2000 >= cardinality(v_ids);
     end loop;
   end if;
   perform queue._audit('prune', jsonb_build_object('max_jobs', prune.max_jobs, 'state', prune.state,
@@ -14318,8 +14322,7 @@ comment on function queue.prune(integer, text, interval) is
 -- p_safe_at: the result of _safe_at, called before everything visible was admitted. A job whose end has been
 -- handed over since then is not settled yet, and is kept.
 -- Locks: the caller holds the admission lock; rows of queue.finished by skip locked.
-create or replace function queue._prune(p_max_jobs integer, p_safe_at timestamptz, p_state text default null,
-  p_older_than interval default null)
+create or replace function queue._prune(p_max_jobs integer, p_safe_at timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz := clock_timestamp();
@@ -14327,42 +14330,60 @@ declare
   v_ids bigint[];
   v_kept bigint[];
 begin
-  if p_state is not null then
-    v_ids := array(
-      select f.id from queue.finished f
-      where f.state = p_state and f.finished_at <= v_now - p_older_than and not queue._is_needed(f.id)
-        and f.id <> all (array(select h.job_id from queue.pending_settlement h))
-      limit p_max_jobs for update skip locked);
-    -- a transaction that names one as a need may not have committed yet
-    insert into queue.deleted (id) select u.id from unnest(v_ids) u (id) where p_state = 'succeeded';
-  else
-    with due as materialized (
-      select f.id, f.purge_at from queue.finished f where f.purge_at <= v_until
-      order by f.purge_at limit p_max_jobs::bigint + 1000 for update skip locked),
-    old as materialized (
-      select f.id from queue.finished f
-      where f.purge_at is null and f.state = 'succeeded'
-        and f.finished_at < v_until - interval '7 days'
-      limit p_max_jobs::bigint + 1000 for update skip locked),
-    asked as materialized (
-      select a.id, a.purge_at, queue._is_needed(a.id)
-        or a.id = any (array(select h.job_id from queue.pending_settlement h)) as is_needed
-      from (select d.id, d.purge_at from due d union all select o.id, null from old o) a)
-    select array(select a.id from asked a where not a.is_needed order by a.purge_at limit p_max_jobs),
-      array(select a.id from asked a where a.is_needed)
-    into v_ids, v_kept;
-    if cardinality(v_kept) >= 1000 then
-      -- so many that reading them each time would cost too much
-      update queue.finished f set purge_at = v_now + interval '1 minute' where f.id = any (v_kept);
-    end if;
-    -- a queue's retention may have been set since, or the time above stands in its place
-    with kept as (
-      update queue.finished f set purge_at = f.finished_at + queue._retention(f.id)
-      where f.id = any (v_ids) and (f.finished_at + queue._retention(f.id) <= v_now) is not true
-      returning f.id)
-    select array(select u.id from unnest(v_ids) u (id) where u.id not in (select k.id from kept k))
-    into v_ids;
+  with due as materialized (
+    select f.id, f.purge_at from queue.finished f where f.purge_at <= v_until
+    order by f.purge_at limit p_max_jobs::bigint + 1000 for update skip locked),
+  old as materialized (
+    select f.id from queue.finished f
+    where f.purge_at is null and f.state = 'succeeded'
+      and f.finished_at < v_until - interval '7 days'
+    limit p_max_jobs::bigint + 1000 for update skip locked),
+  asked as materialized (
+    select a.id, a.purge_at, queue._is_needed(a.id)
+      or a.id = any (array(select h.job_id from queue.pending_settlement h)) as is_needed
+    from (select d.id, d.purge_at from due d union all select o.id, null from old o) a)
+  select array(select a.id from asked a where not a.is_needed order by a.purge_at limit p_max_jobs),
+    array(select a.id from asked a where a.is_needed)
+  into v_ids, v_kept;
+  if cardinality(v_kept) >= 1000 then
+    -- so many that reading them each time would cost too much
+    update queue.finished f set purge_at = v_now + interval '1 minute' where f.id = any (v_kept);
   end if;
+  -- a queue's retention may have been set since, or the time above stands in its place
+  with kept as (
+    update queue.finished f set purge_at = f.finished_at + queue._retention(f.id)
+    where f.id = any (v_ids) and (f.finished_at + queue._retention(f.id) <= v_now) is not true
+    returning f.id)
+  select array(select u.id from unnest(v_ids) u (id) where u.id not in (select k.id from kept k))
+  into v_ids;
+  perform queue._delete_rows(v_ids);
+  return cardinality(v_ids);
+end $$;
+
+-- Jobs in a state that have finished by a time and that no job needs, as far as can be seen without a lock.
+create or replace function queue._prunable(p_max_jobs integer, p_state text, p_finished_until timestamptz)
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+begin
+  return array(
+    select f.id from queue.finished f
+    where f.state = p_state and f.finished_at <= p_finished_until and not queue._is_needed(f.id)
+    limit p_max_jobs);
+end $$;
+
+-- Removes those of the jobs that _prunable has found that still fit. Returns their number.
+-- Locks: the caller holds the admission lock; rows of queue.finished by skip locked.
+create or replace function queue._prune_found(p_ids bigint[], p_state text, p_finished_until timestamptz)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[] := array(
+    select f.id from queue.finished f
+    where f.id = any (p_ids) and f.state = p_state and f.finished_at <= p_finished_until
+      and not queue._is_needed(f.id)
+      and f.id <> all (array(select h.job_id from queue.pending_settlement h))
+    for update skip locked);
+begin
+  -- a transaction that names one as a need may not have committed yet
+  insert into queue.deleted (id) select u.id from unnest(v_ids) u (id) where p_state = 'succeeded';
   perform queue._delete_rows(v_ids);
   return cardinality(v_ids);
 end $$;
