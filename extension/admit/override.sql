@@ -88,6 +88,10 @@ begin
                    p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity')) then
     perform queue._change_sleep(array[p_id], (p_payload ->> 'scheduled_at')::timestamptz);
     perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
+    -- one that was set aside must not undo this one
+    delete from queue.pending_settlement h
+    where h.xid = {{aside}} and h.job_id = p_id and h.kind = 'replace'
+      and (h.payload ->> 'seq')::bigint < (p_payload ->> 'seq')::bigint;
   else
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     values (p_id, 'replace', 0, p_payload);

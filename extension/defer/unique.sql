@@ -49,15 +49,18 @@ begin
   return null;
 end $$;
 
--- The args of a committed replacement of a job, which the next admission puts into it; NULL without one.
-create or replace function queue._replaced_args(p_id bigint, p_flags integer)
+-- The last committed replacement of a job that the next admission puts into it: an object with args, priority
+-- and scheduled_at, as in _take_queueing_lock. NULL without one.
+create or replace function queue._replacement(p_id bigint, p_flags integer)
 returns jsonb language plpgsql stable parallel safe security invoker as $$
 begin
   if p_flags & {{queueing_lock}} = 0 then
     return null;
   end if;
-  return (select h.payload -> 'args' from queue.pending_settlement h
-    where h.job_id = p_id and h.kind = 'replace' order by h.seq desc limit 1);
+  return (select h.payload from queue.pending_settlement h
+    where h.job_id = p_id and h.kind = 'replace'
+      and not exists (select from queue.finished f where f.id = p_id)
+    order by h.seq desc limit 1);
 end $$;
 
 -- Clears the mark of a replacement, if it is still the mark of this one.

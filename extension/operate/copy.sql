@@ -113,27 +113,33 @@ begin
         where d.job_id = p_id and d.need_id = n.id and d.mode & {{ended}} <> 0)
     order by n.id);
   insert into queue.log (task, args, job_options)
-  select j.task, j.args, row(
-    coalesce(p_queue, j.queue), j.priority,
+  select j.task, coalesce(r.job -> 'args', j.args), row(
+    coalesce(p_queue, j.queue), coalesce((r.job ->> 'priority')::integer, j.priority),
     j.flags & ~({{needs}} | {{scheduled}} | {{held}} | {{expires}}
       | {{needed}} | {{until_start}} | {{until_finish}}) & case when j.lock is null then ~{{lock}} else -1 end
       | case when v_needs <> '{}' or v_awaited is not null or j.options ->> 'needs_mode' = 'any'
         then {{needs}} else 0 end
       | case when x.scheduled_at is not null then {{scheduled}} else 0 end
       | case when w.id is not null then {{held}} else 0 end
-      | case when x.is_expiring then {{expires}} else 0 end | p_flags,
+      | case when x.is_expiring then {{expires}} else 0 end
+      | case when x.size > 2000 then {{large}} else 0 end | p_flags,
     x.scheduled_at, d.deadline, j.lock, null, nullif(v_needs, '{}'), j.keys, j.limits,
     nullif(coalesce(j.options, '{}') - '{idempotency_key,group,awaited}'::text[]
       - case when x.is_expiring then '' else 'expires_at' end
       || jsonb_strip_nulls(jsonb_build_object('awaited', v_awaited)), '{}'),
-      j.size)::queue.job_options
+      x.size)::queue.job_options
   from queue.job_now j
   join queue.job d on d.id = j.id  -- as it was deferred
   left join queue.waiting w on w.id = j.id and w.reason = 'held'
+  cross join (select queue._replacement(p_id, (select i.flags from queue.job i where i.id = p_id)) as job) r
   cross join lateral (
-    select case when j.claims = 0 then j.scheduled_at
+    select case when r.job is not null then (r.job ->> 'scheduled_at')::timestamptz
+        when j.claims = 0 then j.scheduled_at
         when d.scheduled_at <= v_now then nullif(d.scheduled_at, '-infinity') end as scheduled_at,
-      coalesce((j.options ->> 'expires_at')::timestamptz > v_now, false) as is_expiring) x
+      coalesce((j.options ->> 'expires_at')::timestamptz > v_now, false) as is_expiring,
+      case when r.job is null then j.size
+        else octet_length(r.job ->> 'args') + coalesce(octet_length((j.options -> 'headers')::text), 0)
+      end as size) x
   where j.id = p_id
   returning id into v_id;
   if v_id is null then

@@ -4250,15 +4250,18 @@ begin
   return null;
 end $$;
 
--- The args of a committed replacement of a job, which the next admission puts into it; NULL without one.
-create or replace function queue._replaced_args(p_id bigint, p_flags integer)
+-- The last committed replacement of a job that the next admission puts into it: an object with args, priority
+-- and scheduled_at, as in _take_queueing_lock. NULL without one.
+create or replace function queue._replacement(p_id bigint, p_flags integer)
 returns jsonb language plpgsql stable parallel safe security invoker as $$
 begin
   if p_flags & 8448/* queueing_lock */ = 0 then
     return null;
   end if;
-  return (select h.payload -> 'args' from queue.pending_settlement h
-    where h.job_id = p_id and h.kind = 'replace' order by h.seq desc limit 1);
+  return (select h.payload from queue.pending_settlement h
+    where h.job_id = p_id and h.kind = 'replace'
+      and not exists (select from queue.finished f where f.id = p_id)
+    order by h.seq desc limit 1);
 end $$;
 
 -- Clears the mark of a replacement, if it is still the mark of this one.
@@ -10599,6 +10602,10 @@ begin
                    p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity')) then
     perform queue._change_sleep(array[p_id], (p_payload ->> 'scheduled_at')::timestamptz);
     perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
+    -- one that was set aside must not undo this one
+    delete from queue.pending_settlement h
+    where h.xid = '0'::xid8 and h.job_id = p_id and h.kind = 'replace'
+      and (h.payload ->> 'seq')::bigint < (p_payload ->> 'seq')::bigint;
   else
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     values (p_id, 'replace', 0, p_payload);
@@ -18259,27 +18266,33 @@ begin
         where d.job_id = p_id and d.need_id = n.id and d.mode & 4/* ended */ <> 0)
     order by n.id);
   insert into queue.log (task, args, job_options)
-  select j.task, j.args, row(
-    coalesce(p_queue, j.queue), j.priority,
+  select j.task, coalesce(r.job -> 'args', j.args), row(
+    coalesce(p_queue, j.queue), coalesce((r.job ->> 'priority')::integer, j.priority),
     j.flags & ~(8/* needs */ | 16/* scheduled */ | 32/* held */ | 64/* expires */
       | 4096/* needed */ | 256/* until_start */ | 8192/* until_finish */) & case when j.lock is null then ~3/* lock */ else -1 end
       | case when v_needs <> '{}' or v_awaited is not null or j.options ->> 'needs_mode' = 'any'
         then 8/* needs */ else 0 end
       | case when x.scheduled_at is not null then 16/* scheduled */ else 0 end
       | case when w.id is not null then 32/* held */ else 0 end
-      | case when x.is_expiring then 64/* expires */ else 0 end | p_flags,
+      | case when x.is_expiring then 64/* expires */ else 0 end
+      | case when x.size > 2000 then -32768/* large */ else 0 end | p_flags,
     x.scheduled_at, d.deadline, j.lock, null, nullif(v_needs, '{}'), j.keys, j.limits,
     nullif(coalesce(j.options, '{}') - '{idempotency_key,group,awaited}'::text[]
       - case when x.is_expiring then '' else 'expires_at' end
       || jsonb_strip_nulls(jsonb_build_object('awaited', v_awaited)), '{}'),
-      j.size)::queue.job_options
+      x.size)::queue.job_options
   from queue.job_now j
   join queue.job d on d.id = j.id  -- as it was deferred
   left join queue.waiting w on w.id = j.id and w.reason = 'held'
+  cross join (select queue._replacement(p_id, (select i.flags from queue.job i where i.id = p_id)) as job) r
   cross join lateral (
-    select case when j.claims = 0 then j.scheduled_at
+    select case when r.job is not null then (r.job ->> 'scheduled_at')::timestamptz
+        when j.claims = 0 then j.scheduled_at
         when d.scheduled_at <= v_now then nullif(d.scheduled_at, '-infinity') end as scheduled_at,
-      coalesce((j.options ->> 'expires_at')::timestamptz > v_now, false) as is_expiring) x
+      coalesce((j.options ->> 'expires_at')::timestamptz > v_now, false) as is_expiring,
+      case when r.job is null then j.size
+        else octet_length(r.job ->> 'args') + coalesce(octet_length((j.options -> 'headers')::text), 0)
+      end as size) x
   where j.id = p_id
   returning id into v_id;
   if v_id is null then
@@ -20446,7 +20459,7 @@ begin
       cross join lateral (select j.* from queue.job_now j where j.id = u.id offset 0) j
       cross join lateral (
         -- cut before the pattern is compared, so that nobody finds out by it what is hidden
-        select queue._cut(v_hidden -> j.task, coalesce(queue._replaced_args(u.id, j.flags), j.args)) as args,
+        select queue._cut(v_hidden -> j.task, coalesce(queue._replacement(u.id, j.flags) -> 'args', j.args)) as args,
           (search.queue is null or queue._matches(j.queue, search.queue))
             and (search.task is null or j.task = search.task)
             and (v_allowed is null or queue._allows(v_allowed, j.queue)) as is_asked) x
@@ -20506,7 +20519,7 @@ begin
     perform queue._invalid('path is missing',
       'Write it as in items[0].price, or as a jsonpath: $.items[*].price.');
   end if;
-  select queue._cut(queue._hidden_paths() -> j.task, coalesce(queue._replaced_args(j.id, j.flags), j.args))
+  select queue._cut(queue._hidden_paths() -> j.task, coalesce(queue._replacement(j.id, j.flags) -> 'args', j.args))
   into v_args
   from queue.job_now j where j.id = get.id;
   if not found then

@@ -1,7 +1,7 @@
 -- A job, or an end, that admission can't bear, by a fault of the queue: it stops the others only until the next
 -- maintenance. The end that a worker reports: work/ends.sql.
 
-select plan(39);
+select plan(43);
 
 \ir admission.helpers.psql
 
@@ -134,6 +134,22 @@ begin;
 insert into queue.pending_settlement (job_id, kind, flags) values (1, 'recheck', 0);
 select lives_ok('select queue._lock_admission(true), queue._admit(1000, p_singly => true)', 'an end of its own is none to settle');
 rollback;
+
+-- A replacement that was set aside, and is mended when a later one has been applied
+select queue.defer('r', queueing_lock => 'r') as replaced \gset
+select queue.tick() \g /dev/null
+alter table queue.job_override add constraint fault_check check (args ->> 'n' <> '1');
+select queue.defer('r', '{"n": 1}', queueing_lock => 'r', options => '{"on_conflict": "replace"}') \g /dev/null
+select queue.tick() \g /dev/null
+select is((select c.problem from queue.check() c), 'a settlement that the cursor has passed', 'it is set aside');
+select queue.defer('r', '{"n": 2}', queueing_lock => 'r', options => '{"on_conflict": "replace"}') \g /dev/null
+select queue.tick() \g /dev/null
+alter table queue.job_override drop constraint fault_check;
+do $$ begin perform queue._lock_admission(true), queue._retry_aside(); end $$;
+select queue.tick() \g /dev/null
+select is((select j.args from queue.jobs j where j.id = :replaced), '{"n": 2}', 'the later one remains');
+select is_empty('select * from queue.check()', 'sound again');
+select is(pg_temp.run(), 'r', 'and the job runs');
 
 -- Ends that fail only together
 select queue.defer('ends', lock => l), queue.defer('behind', lock => l) from unnest('{a,b}'::text[]) l \g /dev/null

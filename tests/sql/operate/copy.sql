@@ -1,6 +1,6 @@
 -- copy, of jobs in each state too, and next.
 
-select plan(45);
+select plan(47);
 
 \ir change.helpers.psql
 
@@ -56,6 +56,15 @@ select queue.copy(:id) as copy \gset
 select is((select concat_ws(' ', state, scheduled_at) from queue.jobs where id = :copy), 'ready', 'does not go back to its first time in the copy');
 select queue.tick() \g /dev/null
 select is_empty('select * from queue.check()', 'in order');
+-- a replacement that is committed and not admitted yet
+select queue.defer('t', '{"n": 1}', queueing_lock => 'replaced') as id \gset
+select queue.tick() \g /dev/null
+select queue.defer('t', jsonb_build_object('n', repeat('2', 3000)), queueing_lock => 'replaced', priority => 7, scheduled_at => '2999-01-01Z', options => '{"on_conflict": "replace"}') \g /dev/null
+select queue.copy(:id) as copy \gset
+select is((select concat_ws(' ', state, priority, length(args ->> 'n'), scheduled_at at time zone 'UTC') from queue.jobs where id = :copy),
+          'scheduled 7 3000 2999-01-01 00:00:00', 'is in the copy');
+select is((select j.size from queue.job j where j.id = :copy), octet_length(jsonb_build_object('n', repeat('2', 3000))::text), 'with its size');
+select queue.delete(array[:id, :copy]) \g /dev/null
 select queue.defer('need') as need, queue.defer('lost need') as lost \gset
 select queue.defer('t', needs => array[:need, :lost], options => '{"needs_mode": "any"}') as id \gset
 select queue.delete(array[:lost], true) \g /dev/null
