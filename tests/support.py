@@ -88,6 +88,16 @@ exception when others then
   get stacked diagnostics v_hint = pg_exception_hint;
   return sqlstate || case when v_hint = '' then ' without a hint' else '' end;
 end $$;
+-- Changes the text of a function, for example how much time it takes, so that no test depends on the machine.
+create function test.change(function regproc, old text, new text) returns void language plpgsql as $$
+declare
+  v_text constant text := pg_get_functiondef(change.function);
+begin
+  if strpos(v_text, change.old) + strpos(v_text, change.new) = 0 then
+    raise 'the function contains neither: %, %', change.old, change.new;
+  end if;
+  execute replace(v_text, change.old, change.new);
+end $$;
 create function test.install_anew() returns void language plpgsql as $$
 begin
   perform queue.uninstall(true);

@@ -43,16 +43,9 @@ begin
   return pg_stat_get_xact_numscans('queue.need_pkey'::regclass) - v_before;
 end $$;
 
--- When the time is up does not depend on the machine here.
-select set_config('test.earlier', pg_get_functiondef('queue._earlier_deadlines'::regproc), false) \g /dev/null
-create procedure pg_temp.set_time(p_time text) language plpgsql as $$
-begin
-  execute replace(current_setting('test.earlier'), '+ interval ''50 ms''', p_time);
-end $$;
-
 -- Many dependents with different deadlines: each job of a chain takes the earliest of them once, and a chain that
 -- takes long is left to later admissions.
-call pg_temp.set_time('+ interval ''1 hour''');
+select test.change('queue._earlier_deadlines', '+ interval ''50 ms''', '+ interval ''1 hour''') \g /dev/null
 select queue.defer_chain((select jsonb_agg(jsonb_build_object('task', 'c' || n)) from generate_series(1, 40) n)) \g /dev/null
 select pg_temp.states() \g /dev/null
 select queue.defer('d', needs => array[pg_temp.id('c40')], deadline => '2099-01-01 00:00Z'::timestamptz + (n * 17 % 41) * interval '1 hour') from generate_series(1, 40) n \g /dev/null
@@ -61,7 +54,8 @@ select is((select count(*) from queue.jobs j where j.task like 'c%' and j.deadli
 call pg_temp.clear();
 select queue.defer_chain((select jsonb_agg(jsonb_build_object('task', 'c' || n)) from generate_series(1, 40) n)) \g /dev/null
 select pg_temp.states() \g /dev/null
-call pg_temp.set_time('- interval ''50 ms''');  -- up after the twentieth round
+-- as if the time were up after the twentieth round
+select test.change('queue._earlier_deadlines', '+ interval ''1 hour''', '- interval ''50 ms''') \g /dev/null
 select queue.defer('d', needs => array[pg_temp.id('c40')], deadline => '2099-01-01 00:00Z') \g /dev/null
 select queue.tick() \g /dev/null
 select is((select count(*) from queue.jobs j where j.task like 'c%' and j.deadline is not null), 20::bigint, 'a long chain is left');
@@ -69,7 +63,7 @@ select queue.tick() \g /dev/null
 select queue.tick() \g /dev/null
 select is((select count(*) from queue.jobs j where j.task like 'c%' and j.deadline = '2099-01-01 00:00Z'), 40::bigint, 'to later admissions');
 call pg_temp.clear();
-call pg_temp.set_time('+ interval ''1 hour''');
+select test.change('queue._earlier_deadlines', '- interval ''50 ms''', '+ interval ''1 hour''') \g /dev/null
 
 -- Each of 40 jobs needs all before it: there are many ways to each, and it passes a deadline on once.
 do $$
@@ -85,7 +79,6 @@ select queue.defer('d', needs => array[pg_temp.id('c40')], deadline => '2099-01-
 select cmp_ok(pg_temp.lookups_of_tick(), '<', 400::bigint, 'each is asked for its needs once, not for each way');
 select is((select count(*) from queue.jobs j where j.task like 'c%' and j.deadline = '2099-01-01 00:00Z'), 40::bigint, 'and gets the deadline');
 call pg_temp.clear();
-call pg_temp.set_time('+ interval ''50 ms''');
 
 -- A child's deadline
 create function pg_temp.child(parent bigint, deadline timestamptz default null) returns bigint language sql as $$
