@@ -88,8 +88,10 @@ exception when others then
   get stacked diagnostics v_hint = pg_exception_hint;
   return sqlstate || case when v_hint = '' then ' without a hint' else '' end;
 end $$;
--- Changes the text of a function, for example how much time it takes, so that no test depends on the machine.
-create function test.change(function regproc, old text, new text) returns void language plpgsql as $$
+-- Changes the text of a function, for example the time that it takes at most, so that the test does
+-- not depend on the machine.
+create function test.change(function regproc, old text, new text)
+returns void language plpgsql as $$
 declare
   v_text constant text := pg_get_functiondef(change.function);
 begin
