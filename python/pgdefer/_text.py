@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
+import functools
 import logging
 import re
 import traceback
@@ -28,12 +30,23 @@ def escaped(text: str) -> str:
 def logger(name: str) -> logging.Logger:
     """Return a logger that escapes text of jobs and errors, so that nobody can forge a line.
 
-    It also names the database, where one process works for several.
+    It also names the database, where one process works for several. What the application's own
+    handlers and filters raise ends nobody who logs.
     """
     log = logging.getLogger(name)
     log.addFilter(_escape)
     log.addFilter(_name_database)
+    log.handle = functools.partial(_handle, log)  # type: ignore[method-assign]
     return log
+
+
+def _handle(log: logging.Logger, record: logging.LogRecord) -> None:
+    """Handle a record; tell on stderr, as logging does, of handlers and filters that raise."""
+    try:
+        type(log).handle(log, record)
+    except (Exception, SystemExit):
+        with contextlib.suppress(Exception):  # stderr may be closed
+            logging.Handler().handleError(record)
 
 
 def _escape(record: logging.LogRecord) -> bool:
