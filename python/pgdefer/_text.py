@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["database_in_logs", "escaped", "logger"]
+__all__ = ["database_in_logs", "escaped", "full_type_name", "logger", "type_name"]
 
 #: The database that a record is about, where one process works for several; else empty.
 database_in_logs: contextvars.ContextVar[str] = contextvars.ContextVar("database", default="")
@@ -25,6 +25,20 @@ _CONTROL = re.compile(
 def escaped(text: str) -> str:
     """Return a text with control characters escaped, so that it is one line."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def type_name(value: object) -> str:
+    """Return the name of a value's type, whatever its metaclass does."""
+    return str.__str__(type.__dict__["__qualname__"].__get__(type(value)))
+
+
+def full_type_name(value: object) -> str:
+    """Return the name of a value's type, after that of its module if it has one."""
+    name = type_name(value)
+    try:
+        return f"{str.__str__(type.__dict__['__module__'].__get__(type(value)))}.{name}"
+    except (AttributeError, TypeError):  # it was deleted, or is no text
+        return name
 
 
 def logger(name: str) -> logging.Logger:
@@ -73,11 +87,11 @@ def _name_database(record: logging.LogRecord) -> bool:
 
 
 def _escaped_argument(value: Any) -> Any:
-    if isinstance(value, str | BaseException):
+    if issubclass(type(value), str | BaseException):
         try:
-            return escaped(str(value))
-        except Exception:
-            return type(value).__qualname__
+            return escaped(str.__str__(str(value)))
+        except BaseException:  # as in tracebacks of Python, which write its type then, too
+            return type_name(value)
     return value
 
 
@@ -111,5 +125,5 @@ def _traceback(error: BaseException) -> str:
                 ]
                 todo += [one for one in within if one is not None]
         return "".join(whole.format()).removesuffix("\n")
-    except Exception:
-        return f"({type(error).__qualname__}: its traceback could not be made)"
+    except BaseException:
+        return f"({type_name(error)}: its traceback could not be made)"

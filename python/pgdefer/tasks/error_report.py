@@ -8,6 +8,7 @@ import traceback
 
 from psycopg._encodings import py_codecs
 
+from pgdefer._text import full_type_name, type_name
 from pgdefer.errors import PgDeferError
 
 __all__ = [
@@ -32,29 +33,29 @@ def error_text(error: BaseException) -> str:
 
 def error_details(error: BaseException) -> dict[str, object]:
     """Return the details of an attempt that ended by an error."""
-    kind, message = kind_and_message(error)
+    _, message = kind_and_message(error)
     return {
-        "type": storable(f"{type(error).__module__}.{kind}", MAX_MESSAGE),
+        "type": storable(full_type_name(error), MAX_MESSAGE),
         "message": storable(message, MAX_MESSAGE),
         "traceback": storable(_traceback(error), MAX_TRACEBACK, keep_end=True),
     }
 
 
 def kind_and_message(error: BaseException) -> tuple[str, str]:
-    """Return the name of an error's type, and its text."""
+    """Return the name of an error's type, and its text, whatever making that raises."""
     try:
-        message = str(error)
-    except Exception as broken:
-        message = f"(its text could not be made: {type(broken).__qualname__})"
-    return type(error).__qualname__, message
+        message = str.__str__(str(error))
+    except BaseException as broken:
+        message = f"(its text could not be made: {type_name(broken)})"
+    return type_name(error), message
 
 
 def _traceback(error: BaseException) -> str:
-    if isinstance(error, PgDeferError) and error.__traceback__ is None:
-        return ""
     try:
+        if isinstance(error, PgDeferError) and error.__traceback__ is None:
+            return ""
         return "".join(traceback.format_exception(error))
-    except Exception:
+    except BaseException:
         return ""
 
 

@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-from pgdefer._text import logger
+from pgdefer._text import full_type_name, logger, type_name
 from pgdefer.errors import TransactionLost
 from pgdefer.tasks.context import JobAborted, JobContext, JobTimeout, RetryLater
 from pgdefer.tasks.failure_policy import FailurePolicy
@@ -77,8 +77,7 @@ def result_json(job: JobContext, result: object) -> str | None:
         raise
     except BaseException as error:
         # The job's effects remain. Only a caller that asks for the result notices that it is lost.
-        kind = f"{type(result).__module__}.{type(result).__qualname__}"
-        why = type(error).__qualname__
+        kind, why = full_type_name(result), type_name(error)
         log.warning("%r succeeded, but its result, a %s, can't be stored (%s)", job, kind, why)
         return outcomes.unencodable(kind)
 
