@@ -335,12 +335,13 @@ class Executor:
     def is_too_late(self, claim: Claim) -> bool:
         """Whether the handler of a started claim must not begin any more.
 
-        The process was frozen, so others may have run the job; or a pause was heard since. Asked
-        just before the handler begins, also in threads.
+        The process was frozen, so others may have run the job; or a pause was heard since, or the
+        worker was told to stop. Asked just before the handler begins, also in threads.
         """
         assert self._heartbeat is not None
         return (
-            claim.asked_at <= self._paused_at
+            self._state.is_told
+            or claim.asked_at <= self._paused_at
             or self._heartbeat.is_overdue
             or self._is_past_timeout(claim)
         )

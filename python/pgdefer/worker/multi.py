@@ -170,7 +170,7 @@ class MultiWorker:
             if not self._client.source.is_chosen:
                 stack.enter_context(self._refused_elsewhere())
             if handle_signals:
-                stack.enter_context(signals(self._on_stop, self.stop_at_once))
+                stack.enter_context(signals(self._on_stop, self.stop_at_once, self._tell))
             if self.http is not None:
                 self.probes = Probes(self.http, self._answer)
             try:
@@ -207,6 +207,11 @@ class MultiWorker:
             return
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(function, *args)
+
+    def _tell(self) -> None:
+        for served in self._all_served():
+            if served.worker is not None:
+                served.worker.state.tell()
 
     def _on_stop(self) -> None:
         self._stop(self._is_stopping)

@@ -15,12 +15,14 @@ GRACE = 1.0
 
 
 class WorkerState:
-    """The shared state. Only the worker's loop may use it; other threads may only read `id`."""
+    """The shared state. Only the worker's loop may use it; others may read `id`, and `tell`."""
 
     def __init__(self, max_jobs: int | None) -> None:
         #: The worker's id in the database while it is registered.
         self.id: int | None = None
         self.is_stopping = False
+        #: Whether it was told to stop: by a signal or a thread, of which the loop hears later.
+        self.is_told = False
         self.at_once = asyncio.Event()
         #: How many jobs it may still claim.
         self.jobs_left = max_jobs or math.inf
@@ -30,7 +32,11 @@ class WorkerState:
     @property
     def is_ending(self) -> bool:
         """Whether it claims no more jobs."""
-        return self.is_stopping or self.jobs_left <= 0
+        return self.is_told or self.jobs_left <= 0
+
+    def tell(self) -> None:
+        """Let no job be claimed or begin any more. Called anywhere, also by a signal."""
+        self.is_told = True
 
     def registered(self) -> int:
         """Return the worker's id. Raises WorkerGone if it has none."""

@@ -93,8 +93,15 @@ def _nothing() -> None:
 
 
 @contextlib.contextmanager
-def signals(on_stop: Callable[[], None], on_quit: Callable[[], None]) -> Iterator[None]:
-    """Call on SIGTERM and SIGINT, and on SIGQUIT; only the main thread can."""
+def signals(
+    on_stop: Callable[[], None],
+    on_quit: Callable[[], None],
+    on_any: Callable[[], None] = _nothing,
+) -> Iterator[None]:
+    """Call on SIGTERM and SIGINT, and on SIGQUIT; only the main thread can.
+
+    `on_any` is called before, at once: in the midst of what blocks the loop.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -102,6 +109,9 @@ def signals(on_stop: Callable[[], None], on_quit: Callable[[], None]) -> Iterato
     loop = asyncio.get_running_loop()
     for number, handler in handlers.items():
         loop.add_signal_handler(number, handler)
+        # In place of asyncio's own, which does nothing: the loop hears of signals by its pipe.
+        signal.signal(number, lambda *_: on_any())
+        signal.siginterrupt(number, False)
     _handling.append(loop)
     try:
         yield

@@ -316,6 +316,7 @@ class Worker:
 
         May be called from any thread, as may `stop_at_once`.
         """
+        self.state.tell()
         if self._is_elsewhere():
             self._call_soon(self.stop)
             return
@@ -396,7 +397,7 @@ class Worker:
             else:
                 self.stop()
 
-        return signals(on_stop, self.stop_at_once)
+        return signals(on_stop, self.stop_at_once, self.state.tell)
 
     # What the listener and the heartbeat tell
 

@@ -359,6 +359,12 @@ async def deaf() -> None:
         except asyncio.CancelledError:
             pass
 
+@app.task(name="block")
+async def block(path: str) -> None:
+    say("started")
+    while not os.path.exists(path):
+        time.sleep(0.005)
+
 @app.task(name="stuck")
 def stuck() -> None:
     say("started")
@@ -445,6 +451,28 @@ def test_signals_that_stop_at_once(
         process.send_signal(number)
     assert process.wait(300) == 0  # the job would take an hour
     assert list(jobs.states().values()) == ["ready"]
+
+
+def test_no_coroutine_begins_after_a_signal(
+    app: App, jobs: Jobs, program: Program, tmp_path: Path
+) -> None:
+    """Also where the event loop, which a coroutine blocks, has not heard of it yet."""
+    release = tmp_path / "release"
+    for _ in range(20):
+        app.defer("block", {"path": str(release)})
+    process = program(concurrency=20)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGTERM)
+    release.touch()
+    assert process.stdout.read() == "stopping\nended\n"
+    assert process.wait(300) == 0
+    rows = jobs()
+    assert {row["claims"] for row in rows} == {1}
+    assert sorted((row["state"], row["attempts"]) for row in rows) == [
+        *[("ready", 0)] * 19,
+        ("succeeded", 1),
+    ]
 
 
 @pytest.mark.long
