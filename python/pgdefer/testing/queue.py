@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
@@ -77,6 +78,10 @@ class TestQueue(StandingIn, AskingQueue):
         super().__init__(app)
         self.connection = connection
         self._is_asynchronous = is_asynchronous(connection)
+        # Savepoints end in the reverse order of their beginnings, whichever coroutine they are of.
+        self._turn: contextlib.AbstractAsyncContextManager[Any] = (
+            asyncio.Lock() if self._is_asynchronous else contextlib.nullcontext()
+        )
         self._is_immediate = immediate
         self._registered: dict[str, JobOptions] = {}
         self._worker: int | None = None
@@ -144,12 +149,13 @@ class TestQueue(StandingIn, AskingQueue):
         connection: CallersConnection = OWN,
         defaults: Mapping[str, JobOptions] | None = None,
     ) -> Rows:
-        new = {
-            name: options
-            for name, options in (defaults or {}).items()
-            if self._registered.get(name) is not options
-        }
         async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(self._turn)
+            new = {
+                name: options
+                for name, options in (defaults or {}).items()
+                if self._registered.get(name) is not options
+            }
             used = self._direct() if connection is OWN else unwrapped(connection)
             if connection is OWN and statement not in _READS:
                 # A refused statement must not end the test's transaction.
@@ -157,7 +163,7 @@ class TestQueue(StandingIn, AskingQueue):
             if new:
                 await self._execute(used, sql.REGISTER_TASKS, {"tasks": tasks_json(new)})
             rows = await self._execute(used, statement, parameters)
-        self._registered.update(new)
+            self._registered.update(new)
         return rows
 
     def _direct(self) -> CallersConnection:
@@ -302,7 +308,7 @@ class TestQueue(StandingIn, AskingQueue):
     async def _fetch(self, queues: list[str] | None, max_jobs: int, options: str | None) -> Rows:
         used = self._direct()
         worker = self._worker
-        async with savepoint(used):
+        async with self._turn, savepoint(used):
             if worker is None:
                 ((worker,),) = await self._execute(used, sql.REGISTER_WORKER, _WORKER)
             await self._execute(used, sql.REHEARSE, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 import math
 from collections.abc import AsyncIterator, Iterator
@@ -340,6 +341,22 @@ async def test_an_asynchronous_connection(
         assert (await queue.assert_deferred_async(shop.greet_async, "Ann")).state == "succeeded"
         assert await job.result_async() == "Ann has deferred 2"
         await queue.assert_not_deferred_async(shop.flaky)
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "sqlalchemy"])
+async def test_calls_of_coroutines_take_turns(
+    shop: Shop, dsn: str, async_connection: sa_async.AsyncConnection, driver: str
+) -> None:
+    async with contextlib.AsyncExitStack() as stack:
+        connection: Any = async_connection
+        if driver == "psycopg":
+            connection = await stack.enter_async_context(await psycopg.AsyncConnection.connect(dsn))
+            stack.push_async_callback(connection.rollback)
+        queue = await stack.enter_async_context(TestQueue(shop.app, connection))
+        await asyncio.gather(*(shop.greet.defer_async(str(n)) for n in range(20)))
+        ran = await queue.run_async()
+        assert sorted(int(name) for name, _ in shop.notes) == list(range(20))
+        assert [one.state for one in ran] == ["succeeded"] * 20
 
 
 def test_a_handler_that_is_called_directly(shop: Shop) -> None:
