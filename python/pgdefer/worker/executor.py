@@ -494,6 +494,7 @@ class Executor:
     def on_worker_gone(self) -> None:
         """Abort everything: the claims are others' by now."""
         for claim in self._take_waiting():
+            self._state.jobs_left += 1
             self._leave(claim)
         if self._is_held:
             self._is_held = self._is_starting = False

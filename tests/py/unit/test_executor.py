@@ -215,11 +215,13 @@ async def test_an_abort_is_told_once_and_before_the_start_it_prevents_it() -> No
 async def test_the_claims_of_a_worker_that_is_gone_are_no_longer_its_own() -> None:
     bench = Bench()
     running, waiting = bench.claim(1), bench.claim(2)
+    bench.state.jobs_left = 8
     bench.executor.take([running])
     bench.heartbeat.beat_at = clock() - 31
     bench.executor.take([waiting])
     bench.executor.on_worker_gone()
     assert bench.runner.told == [("start", 1), ("the claim was lost", 1)]
+    assert bench.state.jobs_left == 9
     assert (bench.outcomes(), bench.slots.free) == ([], 9)
 
 
