@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import ipaddress
 import logging
@@ -30,7 +31,7 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-# How long a client may take for each piece of its request, and for reading the answer, in seconds.
+# How long a client may take for its request, and for reading the answer, in seconds.
 _TIMEOUT = 5.0
 # How many clients get an answer at once. Each has a thread; further ones are turned away.
 _MOST = 50
@@ -40,8 +41,23 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     timeout = _TIMEOUT
     server: _Server
 
+    def handle(self) -> None:
+        """Answer, unless the request as a whole takes too long."""
+        self._limit = threading.Timer(self.timeout, self._hang_up)
+        self._limit.daemon = True
+        self._limit.start()
+        try:
+            super().handle()
+        finally:
+            self._limit.cancel()
+
+    def _hang_up(self) -> None:
+        with contextlib.suppress(OSError):  # the client has gone
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:
         """Answer."""
+        self._limit.cancel()
         path = self.path.partition("?")[0]
         try:
             status, kind, body = self.server.answer(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import struct
@@ -85,6 +86,22 @@ def test_a_silent_client_is_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch
     with socket.create_connection(serve(well), timeout=30) as client:
         client.sendall(HALF)
         assert client.recv(1) == b""
+
+
+def test_a_client_that_drips_is_closed(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of its request has one deadline."""
+    monkeypatch.setattr(served._Handler, "timeout", 0.5)
+    with socket.create_connection(serve(well), timeout=0.05) as client:
+
+        def drips() -> bool:
+            client.sendall(b"x")
+            try:
+                return client.recv(1) == b""
+            except TimeoutError:
+                return False
+
+        with contextlib.suppress(ConnectionError):
+            wait_for(drips, 30)
 
 
 def test_clients_are_bounded(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
