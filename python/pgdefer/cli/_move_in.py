@@ -6,13 +6,13 @@ import enum
 import importlib
 import json
 import sys
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import psycopg
 import typer
 
 from pgdefer.database import sql
-from pgdefer.database.moving import BELOW_ALL, tables_of
+from pgdefer.database.moving import BELOW_ALL, UNCHANGED, tables_of
 from pgdefer.errors import PgDeferError, translate
 
 from . import _show, _solid
@@ -104,7 +104,7 @@ def _by_sql(on: Session, origin: Origin) -> dict[str, int]:
         while True:
             try:
                 with on.transaction():
-                    (row,) = on.call(move, {"after": after, "most": SOME}).values
+                    (row,) = on.call(move, _some(after, SOME)).values
             except psycopg.Error as error:
                 _name_row(on, origin, after, error)
             if not row["found"]:
@@ -116,6 +116,10 @@ def _by_sql(on: Session, origin: Origin) -> dict[str, int]:
         return counts | on.call(count).values[0]
 
 
+def _some(after: int, most: int) -> dict[str, Any]:
+    return {"after": after, "most": most, "options": json.dumps(UNCHANGED)}
+
+
 def _name_row(on: Session, origin: Origin, after: int, error: psycopg.Error) -> NoReturn:
     """Raise the error with the id of the refused row: move the rows one by one up to it."""
     _, find, move, _ = STATEMENTS[origin]
@@ -124,7 +128,7 @@ def _name_row(on: Session, origin: Origin, after: int, error: psycopg.Error) -> 
             break
         try:
             with on.transaction():
-                on.call(move, {"after": after, "most": 1})
+                on.call(move, _some(after, 1))
         except psycopg.Error as one:
             refused = translate(one) or PgDeferError(one_line(one))
             refused.message = f"the row with id {id} can't be moved: {refused.message}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from pgdefer.codec import Codec
 from pgdefer.database import sql
-from pgdefer.database.moving import BELOW_ALL, tables_of
+from pgdefer.database.moving import BELOW_ALL, UNCHANGED, tables_of
 from pgdefer.errors import PgDeferError
 from pgdefer.options import limit_of_semaphore
 
@@ -74,15 +74,19 @@ def _job(row: Mapping[str, Any], slots: Mapping[str, int | None]) -> dict[str, A
     told = ("locale", "timezone", "executions")
     headers = {"id": row["id"], "active_job_id": stored.get("job_id")}
     headers |= {name: stored[name] for name in told if stored.get(name) is not None}
+    options = UNCHANGED | {"headers": {"solid_queue": headers}}
     job = {
         "task": row["class_name"],
         "args": args,
         "queue": row["queue_name"],
         "priority": -row["priority"],
-        "options": {"idempotency_key": "", "headers": {"solid_queue": headers}},
+        "queueing_lock": "",
+        "options": options,
     }
     if row["is_scheduled"]:
         job["scheduled_at"] = row["scheduled_at"].isoformat()
+    else:
+        options["delay"] = 0
     if (key := row["concurrency_key"]) is not None:
         job |= limit_of_semaphore(key, slots[key])
     return job

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 from psycopg.errors import UndefinedTable
 
 from pgdefer.errors import PgDeferError, sqlstate_of
 
-__all__ = ["BELOW_ALL", "tables_of"]
+__all__ = ["BELOW_ALL", "UNCHANGED", "tables_of"]
 
 # Below the ids of all rows, which may be negative.
 BELOW_ALL = -(2**63)
+# Options that keep a task's defaults from dropping what is moved, or from putting it off.
+UNCHANGED: dict[str, Any] = {"idempotency_key": "", "group": "", "held": False, "on_limit": "block"}
 
 
 @contextlib.contextmanager

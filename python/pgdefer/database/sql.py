@@ -655,12 +655,13 @@ MOVE_IN_PROCRASTINATE = Statement(f"""
       select * from queue.defer_many((
         select coalesce(jsonb_agg(jsonb_strip_nulls(jsonb_build_object(
             'task', p.task_name, 'queue', p.queue_name, 'priority', p.priority,
-            'lock', replace(replace(p.lock, '{{', '{{{{'), '}}', '}}}}'),
-            'queueing_lock', replace(replace(p.queueing_lock, '{{', '{{{{'), '}}', '}}}}'),
+            'lock', coalesce(replace(replace(p.lock, '{{', '{{{{'), '}}', '}}}}'), ''),
+            'queueing_lock',
+            coalesce(replace(replace(p.queueing_lock, '{{', '{{{{'), '}}', '}}}}'), ''),
             'scheduled_at', p.scheduled_at,
-            'options', jsonb_build_object(
-              'on_conflict', case when p.queueing_lock is not null then 'ignore' end,
-              'idempotency_key', '',
+            'options', cast(cast(:options as text) as jsonb) || jsonb_build_object(
+              'on_conflict', 'ignore',
+              'delay', case when p.scheduled_at is null then 0 end,
               'headers', jsonb_build_object('procrastinate',
                 jsonb_build_object('id', p.id, 'attempts', p.attempts)))))
           || jsonb_build_object('args', p.args) order by p.id), '[]')
@@ -694,9 +695,9 @@ MOVE_IN_TASKS = Statement("""
     made as materialized (
       select * from queue.defer_many((
         select coalesce(jsonb_agg(jsonb_build_object(
-            'task', p.task_type, 'args', p.payload, 'priority', p.priority,
-            'options', jsonb_build_object(
-              'idempotency_key', '',
+            'task', p.task_type, 'args', p.payload, 'priority', p.priority, 'queueing_lock', '',
+            'options', cast(cast(:options as text) as jsonb) || jsonb_build_object(
+              'delay', 0,
               'retry', jsonb_build_object('max_attempts', greatest(p.max_retries - p.retries, 1)),
               'headers', jsonb_build_object('tasks',
                 jsonb_build_object('id', p.id, 'retries', p.retries)))) order by p.id), '[]')

@@ -37,6 +37,11 @@ def send(to: str, *rest: Any, **more: Any) -> list[Any]:
     return [to, rest, more]
 
 
+@task(queueing_lock="once", on_conflict="replace", delay=dt.timedelta(days=1), held=True)
+def once() -> None:
+    """With defaults that do not apply to what moves in."""
+
+
 @task(takes_context=True, retry={"max_attempts": 3, "base": "0"})
 def fail_twice(context: TaskContext, text: str) -> list[Any]:
     if context.attempt < 3:
@@ -338,35 +343,40 @@ def test_moving_in(app: DjangoApp, drain: Callable[..., None], capsys: Any) -> N
               (2, 'READY', '{"args": ["Ann", 1], "kwargs": {"x": null}}', 0, 'send', 'mail',
                 now() + interval '1 day'),
               (3, 'READY', '{"args": [1], "kwargs": {}}', 0, 'add', 'default', now()),
-              (4, 'RUNNING', '{"args": [1], "kwargs": {}}', 0, 'add', 'default', now())
+              (4, 'RUNNING', '{"args": [1], "kwargs": {}}', 0, 'add', 'default', now()),
+              (5, 'READY', '{"args": [], "kwargs": {}}', 0, 'once', 'default',
+                '9999-01-01 00:00+00'),
+              (6, 'READY', '{"args": [], "kwargs": {}}', 0, 'once', 'default', now())
             ) t (n, status, args, priority, task, queue, after)
         """,
             [__name__],
         )
-    counts = {"moved": 3, "locked": 0, "scheduled": 1, "behind": 0, "running": 1}
-    for option, found in (("--dry-run", 0), ("--json", 3), ("--json", 3)):
+    counts = {"moved": 5, "locked": 0, "scheduled": 1, "behind": 0, "running": 1}
+    for option, found in (("--dry-run", 0), ("--json", 5), ("--json", 5)):
         call_command("pgdefer", "move-in", "django-tasks-db", "--json", option)
         assert json.loads(capsys.readouterr().out) == counts
         assert Job.objects.count() == found
         if option == "--json":
             counts |= {"moved": 0, "scheduled": 0}
-    first, second, third = Job.objects.order_by("id")
+    first, second, third, *others = Job.objects.order_by("id")
     assert (first.args, first.priority, first.queue) == ({"a": 3, "b": 4}, 7, "default")
     assert (second.state, second.lock, second.queue) == ("scheduled", "to:Ann", "mail")
     drain()
     assert add.get_result(str(first.id)).return_value == 7
     assert add.get_result(str(third.id)).args == [1]
+    statuses = [once.get_result(str(job.id)).status for job in others]
+    assert statuses == [TaskResultStatus.SUCCESSFUL] * 2
     with connection.cursor() as cursor:
         cursor.execute(
             "select status, traceback from django_tasks_database_dbtaskresult order by enqueued_at"
         )
         left = cursor.fetchall()
         assert left[0] == ("FAILED", f"moved to pgdefer as job {first.id}")
-        assert [status for status, _ in left] == ["FAILED"] * 3 + ["RUNNING"]
+        assert [status for status, _ in left] == ["FAILED"] * 3 + ["RUNNING"] + ["FAILED"] * 2
         cursor.execute(
             "update django_tasks_database_dbtaskresult set status = 'READY', task_path = 'os.path'"
         )
     with pytest.raises(SystemExit):
         call_command("pgdefer", "move-in", "django-tasks-db")
     assert "is no task of this queue" in capsys.readouterr().err
-    assert Job.objects.count() == 3
+    assert Job.objects.count() == 5

@@ -18,7 +18,7 @@ from django.utils.module_loading import import_string
 from pgdefer.contrib.django import app, conf
 from pgdefer.contrib.django.backend import PgDeferBackend, PgDeferTask
 from pgdefer.database import sql
-from pgdefer.database.moving import BELOW_ALL, tables_of
+from pgdefer.database.moving import BELOW_ALL, UNCHANGED, tables_of
 from pgdefer.errors import PgDeferError
 from pgdefer.options import limit_of_semaphore
 from pgdefer.tasks.prepared import PreparedJob
@@ -74,7 +74,9 @@ def _call(
     headers = {**task.options.get("headers", {}), **header}
     backend = task.get_backend()
     assert isinstance(backend, PgDeferBackend)
-    changed = task.using(headers=headers, idempotency_key="", **changes)
+    if changes.get("run_after") is None:
+        changes = {**changes, "delay": dt.timedelta(0)}
+    changed = task.using(headers=headers, queueing_lock="", **UNCHANGED, **changes)
     return backend.prepared(changed, args, kwargs)
 
 
