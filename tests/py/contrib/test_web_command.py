@@ -54,3 +54,10 @@ def test_the_embedded_server_must_be_permitted(tmp_path: Path, environment: dict
     assert done.returncode == 2
     assert "add --no-password" in done.stderr
     assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help(option: str, environment: dict[str, str]) -> None:
+    command = [*COMMAND, option]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, "--role-header" in done.stdout) == (0, True), done.stderr

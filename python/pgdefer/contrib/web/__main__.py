@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 _cli = typer.Typer(rich_markup_mode=None, add_completion=False)
-_cli.command()(web)
+_cli.command(context_settings={"help_option_names": ["-h", "--help"]})(web)
 
 if __name__ == "__main__":
     main()
