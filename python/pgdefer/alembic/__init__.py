@@ -22,7 +22,14 @@ from alembic.runtime.migration import MigrationContext
 from pgdefer.database import sql
 from pgdefer.database.install import Form, Found, choose, is_at_least, offered_version, plain_script
 from pgdefer.database.sql import Statement
-from pgdefer.errors import NotInstalled, PgDeferError, sqlstate_of, translate, translated
+from pgdefer.errors import (
+    InvalidParameter,
+    NotInstalled,
+    PgDeferError,
+    sqlstate_of,
+    translate,
+    translated,
+)
 
 __all__ = ["downgrade", "include_name", "include_object", "install", "upgrade"]
 
@@ -118,8 +125,15 @@ def downgrade(op: Operations, version: str | None = None, *, force: bool = False
     if _version(bind) is None:
         log.warning("there is no queue to remove")
         return
-    with translated():
-        _run(bind, statement.text)
+    try:
+        with translated():
+            _run(bind, statement.text)
+    except InvalidParameter as error:
+        error.hint = (
+            "Pass force=True to downgrade to remove them; for the branch pgdefer, call"
+            " alembic -x pgdefer_force=yes."
+        )
+        raise
     if _found(bind).is_created:
         _run(bind, sql.DROP_EXTENSION.text)
 

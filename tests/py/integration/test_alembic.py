@@ -237,7 +237,7 @@ def test_a_downgrade_refuses_to_lose_jobs(project: Project) -> None:
     config = project.config()
     command.upgrade(config, "head")
     assert_works(project.dsn)
-    with pytest.raises(InvalidParameter, match="removes every job"):
+    with pytest.raises(InvalidParameter, match=r"every job. Pass force=True .* pgdefer_force=yes"):
         command.downgrade(config, "base")
     assert query(project.dsn, "select count(*) from customer, queue.jobs") == [(1,)]
     assert query(project.dsn, "select * from queue.check()") == []
