@@ -25,6 +25,7 @@ from . import (
     _queue,
     _run,
     _schedule,
+    _task,
     _top,
     _web,
     _worker,
@@ -43,6 +44,7 @@ cli.command()(_defer.defer)
 cli.add_typer(_job.jobs, name="job")
 cli.command()(_durable.publish)
 cli.add_typer(_queue.queues, name="queue")
+cli.add_typer(_task.tasks, name="task")
 cli.add_typer(_lock.locks, name="lock")
 cli.add_typer(_lock.limits, name="limit")
 cli.add_typer(_lock.shares, name="share")

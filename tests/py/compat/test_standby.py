@@ -64,7 +64,7 @@ WRITES = (
 )
 COMMANDS = """
 version; job ls; job show {blocked}; job why {blocked}; job search ann; job get n {ready};
-job steps {running}; graph {waits}; queue ls; worker ls; lock ls;
+job steps {running}; graph {waits}; queue ls; task ls; worker ls; lock ls;
 limit ls; share ls; group ls; schedule ls; schedule next @daily; db stats; db check
 """
 

@@ -181,3 +181,15 @@ def test_rates_and_shares(app: App, run: Run) -> None:
     ]
     assert [(share.share, share.started) for share in app.list_shares()] == [("a", 0), ("b", 0)]
     assert "started last minute" in run("share", "ls").out
+
+
+def test_tasks(run: Run, conn: psycopg.Connection) -> None:
+    assert run("task", "ls").err == "No task is registered.\n"
+    conn.execute("select queue.register_task('plain')")
+    conn.execute("""select queue.register_task('mail', '{"queue": "post", "lock": "{to}"}')""")
+    defaults = {"queue": "post", "lock": "{to}"}
+    rows = [{"name": "mail", "defaults": defaults}, {"name": "plain", "defaults": {}}]
+    assert run("task", "ls", "--json").json == rows
+    _, _, mail, plain = map(str.strip, run("task", "ls").out.splitlines())
+    assert mail.split(None, 1) == ["mail", '{"lock": "{to}", "queue": "post"}']
+    assert plain.split() == ["plain", "{}"]

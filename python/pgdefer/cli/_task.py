@@ -1,0 +1,22 @@
+"""`pgdefer task`: the registered tasks."""
+
+from __future__ import annotations
+
+import typer
+
+from pgdefer.database import sql
+
+from . import _show
+from ._base import DSN, AsJson, session
+
+tasks = typer.Typer(help="Registered tasks.", no_args_is_help=True)
+
+COLUMNS = {"name": "task", "defaults": "defaults"}
+
+
+@tasks.command("ls")
+def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
+    """List the registered tasks, with their defaults."""
+    with session(dsn, as_json=as_json) as on:
+        rows = on.call(sql.LIST_TASKS)
+    _show.table(rows, COLUMNS, empty="No task is registered.")
