@@ -25,7 +25,8 @@ listed with it.
 COMMANDS = """# The command line
 
 `make docs` generates this page from the command line's help. [Operating](operating.md) shows the
-commands at work.
+commands at work. Intervals are PostgreSQL's, such as `'5 minutes'`; a number without a unit means
+seconds.
 """
 
 

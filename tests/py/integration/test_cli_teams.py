@@ -193,3 +193,15 @@ def test_tasks(run: Run, conn: psycopg.Connection) -> None:
     _, _, mail, plain = map(str.strip, run("task", "ls").out.splitlines())
     assert mail.split(None, 1) == ["mail", '{"lock": "{to}", "queue": "post"}']
     assert plain.split() == ["plain", "{}"]
+
+
+def test_bare_numbers_are_seconds(run: Run, jobs: Jobs) -> None:
+    run("defer", "t", "--delay", 90)
+    id = run("defer", "t").out.strip()
+    assert run("job", "cancel", id, "--yes").code == 0
+    assert run("job", "retry", id, "--delay", 90).code == 0
+    assert run("queue", "configure", "default", "--retain", 90).code == 0
+    run("db", "tick")
+    waits = [row["scheduled_at"] - row["created_at"] for row in jobs()]
+    assert all(dt.timedelta(seconds=90) <= wait < dt.timedelta(minutes=90) for wait in waits)
+    assert run("queue", "ls", "--json").json[0]["retain"] == "00:01:30"
