@@ -47,7 +47,8 @@ begin
       cross join lateral (select j.* from queue.job_now j where j.id = u.id offset 0) j
       cross join lateral (
         -- cut before the pattern is compared, so that nobody finds out by it what is hidden
-        select queue._cut(v_hidden -> j.task, coalesce(queue._replacement(u.id, j.flags) -> 'args', j.args)) as args,
+        select queue._cut(v_hidden -> j.task,
+            coalesce(queue._replacement(u.id, j.flags) -> 'args', j.args)) as args,
           (search.queue is null or queue._matches(j.queue, search.queue))
             and (search.task is null or j.task = search.task)
             and (v_allowed is null or queue._allows(v_allowed, j.queue)) as is_asked) x
@@ -107,7 +108,8 @@ begin
     perform queue._invalid('path is missing',
       'Write it as in items[0].price, or as a jsonpath: $.items[*].price.');
   end if;
-  select queue._cut(queue._hidden_paths() -> j.task, coalesce(queue._replacement(j.id, j.flags) -> 'args', j.args))
+  select queue._cut(queue._hidden_paths() -> j.task,
+    coalesce(queue._replacement(j.id, j.flags) -> 'args', j.args))
   into v_args
   from queue.job_now j where j.id = get.id;
   if not found then

@@ -11,8 +11,7 @@ from typing import Annotated, Any, NoReturn
 import psycopg
 import typer
 
-from pgdefer.database import sql
-from pgdefer.database.moving import BELOW_ALL, UNCHANGED, tables_of
+from pgdefer.database import moving
 from pgdefer.errors import PgDeferError, translate
 
 from . import _show, _solid
@@ -39,16 +38,16 @@ _DJANGO = (Origin.django_tasks_db, Origin.steady_queue)
 # is left.
 STATEMENTS = {
     Origin.procrastinate: (
-        sql.MOVE_IN_PROCRASTINATE_LOCK,
-        sql.MOVE_IN_PROCRASTINATE_NEXT,
-        sql.MOVE_IN_PROCRASTINATE,
-        sql.MOVE_IN_PROCRASTINATE_LEFT,
+        moving.PROCRASTINATE_LOCK,
+        moving.PROCRASTINATE_NEXT,
+        moving.PROCRASTINATE,
+        moving.PROCRASTINATE_LEFT,
     ),
     Origin.tasks: (
-        sql.MOVE_IN_TASKS_LOCK,
-        sql.MOVE_IN_TASKS_NEXT,
-        sql.MOVE_IN_TASKS,
-        sql.MOVE_IN_TASKS_LEFT,
+        moving.TASKS_LOCK,
+        moving.TASKS_NEXT,
+        moving.TASKS,
+        moving.TASKS_LEFT,
     ),
 }
 
@@ -98,9 +97,9 @@ def _by_sql(on: Session, origin: Origin) -> dict[str, int]:
     lock, _, move, count = STATEMENTS[origin]
     counts = {"moved": 0, "locked": 0, "scheduled": 0}
     with on.transaction():
-        with tables_of(origin.value):
+        with moving.tables_of(origin.value):
             on.execute(lock)
-        after = BELOW_ALL
+        after = moving.BELOW_ALL
         while True:
             try:
                 with on.transaction():
@@ -117,7 +116,7 @@ def _by_sql(on: Session, origin: Origin) -> dict[str, int]:
 
 
 def _some(after: int, most: int) -> dict[str, Any]:
-    return {"after": after, "most": most, "options": json.dumps(UNCHANGED)}
+    return {"after": after, "most": most, "options": json.dumps(moving.UNCHANGED)}
 
 
 def _name_row(on: Session, origin: Origin, after: int, error: psycopg.Error) -> NoReturn:

@@ -1,4 +1,4 @@
-"""What the commands that move in other queues' jobs have in common."""
+"""Moving in the jobs of other queues: the statements find their tables by the search path."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from psycopg.errors import UndefinedTable
 
+from pgdefer.database.sql import Statement
 from pgdefer.errors import PgDeferError, sqlstate_of
 
 __all__ = ["BELOW_ALL", "UNCHANGED", "tables_of"]
@@ -31,3 +32,197 @@ def tables_of(queue: str) -> Iterator[None]:
             f"the tables of {queue} are not here: {said}",
             hint="Name the database that has them; a schema of its own must be in the search_path.",
         ) from error
+
+
+# The other queue's producers and workers wait from here to the end of the transaction.
+PROCRASTINATE_LOCK = Statement("lock table procrastinate_jobs in share row exclusive mode")
+
+# Its waiting jobs. Jobs behind a running job of the same lock stay there, because they would run
+# beside it.
+_PROCRASTINATE = """
+    from procrastinate_jobs j
+    where j.status = 'todo' and j.id > cast(:after as bigint)
+      and not exists (
+        select from procrastinate_jobs d where d.status = 'doing' and d.lock = j.lock)
+"""
+
+PROCRASTINATE_NEXT = Statement(f"select min(j.id) as id {_PROCRASTINATE}")
+
+# Some of them, in the order of their ids.
+PROCRASTINATE = Statement(f"""
+    with picked as materialized (
+      select j.* {_PROCRASTINATE} order by j.id limit cast(:most as bigint)),
+    made as materialized (
+      select * from queue.defer_many((
+        select coalesce(jsonb_agg(jsonb_strip_nulls(jsonb_build_object(
+            'task', p.task_name, 'queue', p.queue_name, 'priority', p.priority,
+            'lock', coalesce(replace(replace(p.lock, '{{', '{{{{'), '}}', '}}}}'), ''),
+            'queueing_lock',
+            coalesce(replace(replace(p.queueing_lock, '{{', '{{{{'), '}}', '}}}}'), ''),
+            'scheduled_at', p.scheduled_at,
+            'options', cast(cast(:options as text) as jsonb) || jsonb_build_object(
+              'on_conflict', 'ignore',
+              'delay', case when p.scheduled_at is null then 0 end,
+              'headers', jsonb_build_object('procrastinate',
+                jsonb_build_object('id', p.id, 'attempts', p.attempts)))))
+          || jsonb_build_object('args', p.args) order by p.id), '[]')
+        from picked p))),
+    ended as (
+      update procrastinate_jobs j set status = 'cancelled' from picked p where j.id = p.id)
+    select (select count(*) from picked) as found, (select max(p.id) from picked p) as last,
+      (select count(*) from made) as made,
+      (select count(*) from picked p where p.lock is not null) as locked,
+      (select count(*) from picked p where p.scheduled_at > now()) as scheduled
+""")
+
+PROCRASTINATE_LEFT = Statement("""
+    select count(*) filter (where status = 'todo') as behind,
+      count(*) filter (where status = 'doing') as running
+    from procrastinate_jobs where status in ('todo', 'doing')
+""")
+
+# Of a table `tasks` as in the article "A minimal task queue", without a status for what is moved.
+TASKS_LOCK = Statement("lock table tasks in share row exclusive mode")
+
+TASKS_NEXT = Statement("""
+    select min(id) as id from tasks where status = 'pending' and id > cast(:after as bigint)
+""")
+
+TASKS = Statement("""
+    with picked as materialized (
+      select t.* from tasks t
+      where t.status = 'pending' and t.id > cast(:after as bigint)
+      order by t.id limit cast(:most as bigint)),
+    made as materialized (
+      select * from queue.defer_many((
+        select coalesce(jsonb_agg(jsonb_build_object(
+            'task', p.task_type, 'args', p.payload, 'priority', p.priority, 'queueing_lock', '',
+            'options', cast(cast(:options as text) as jsonb) || jsonb_build_object(
+              'delay', 0,
+              'retry', jsonb_build_object('max_attempts', greatest(p.max_retries - p.retries, 1)),
+              'headers', jsonb_build_object('tasks',
+                jsonb_build_object('id', p.id, 'retries', p.retries)))) order by p.id), '[]')
+        from picked p))),
+    ended as (
+      update tasks t set status = 'done', finished_at = now(), error = 'moved to pgdefer'
+      from picked p where t.id = p.id)
+    select (select count(*) from picked) as found, (select max(p.id) from picked p) as last,
+      (select count(*) from made) as made, 0 as locked, 0 as scheduled
+""")
+
+TASKS_LEFT = Statement("""
+    select 0 as behind, count(*) as running from tasks where status = 'running'
+""")
+
+# Of django-tasks-db: its positional arguments have names only in the project's code.
+DJANGO_LOCK = Statement("""
+    lock table django_tasks_database_dbtaskresult in share row exclusive mode
+""")
+
+DJANGO = Statement("""
+    select cast(id as text) as id, task_path, cast(args_kwargs as text) as args_kwargs, priority,
+      queue_name, case when run_after < '9000-01-01' then run_after end as run_after,
+      coalesce(run_after between now() and '9000-01-01', false) as is_scheduled
+    from django_tasks_database_dbtaskresult
+    where status = 'READY' order by enqueued_at, id limit 1000
+""")
+
+DJANGO_END = Statement("""
+    update django_tasks_database_dbtaskresult t
+    set status = 'FAILED', finished_at = now(), traceback = 'moved to pgdefer as job ' || j.job
+    from unnest(cast(:ids as uuid[]), cast(:jobs as bigint[])) j (id, job)
+    where t.id = j.id
+    returning t.id
+""")
+
+DJANGO_LEFT = Statement("""
+    select count(*) as running from django_tasks_database_dbtaskresult where status = 'RUNNING'
+""")
+
+# Of Solid Queue, and of Steady Queue, which has its tables under other names.
+_SOLID = {
+    "jobs": "solid_queue_jobs",
+    "ready": "solid_queue_ready_executions",
+    "scheduled": "solid_queue_scheduled_executions",
+    "blocked": "solid_queue_blocked_executions",
+    "claimed": "solid_queue_claimed_executions",
+    "failed": "solid_queue_failed_executions",
+    "semaphores": "solid_queue_semaphores",
+    "recurring": "solid_queue_recurring_tasks",
+    "pauses": "solid_queue_pauses",
+}
+_STEADY = {
+    "jobs": "steady_queue_job",
+    "ready": "steady_queue_readyexecution",
+    "scheduled": "steady_queue_scheduledexecution",
+    "blocked": "steady_queue_blockedexecution",
+    "claimed": "steady_queue_claimedexecution",
+    "failed": "steady_queue_failedexecution",
+    "semaphores": "steady_queue_semaphore",
+    "recurring": "steady_queue_recurringtask",
+    "pauses": "steady_queue_pause",
+}
+
+
+def _of_both(text: str) -> tuple[Statement, Statement]:
+    return Statement(text.format(**_SOLID)), Statement(text.format(**_STEADY))
+
+
+# In the order in which their transactions lock these tables first. Those that select rows of an
+# execution for update must wait for this lock, not for the rows.
+SOLID_LOCK, STEADY_LOCK = _of_both("lock table {jobs} in share row exclusive mode")
+SOLID_LOCK_MORE, STEADY_LOCK_MORE = _of_both(
+    "lock table {scheduled}, {blocked}, {semaphores}, {ready} in exclusive mode"
+)
+SOLID_LOCK_CLAIMED, STEADY_LOCK_CLAIMED = _of_both("lock table {claimed} in share mode")
+
+# Rails keeps times in UTC without saying so.
+SOLID_TIMES = Statement("set local timezone to 'UTC'")
+
+# The concurrency keys of its unfinished jobs. A semaphore counts the free slots, and ready jobs
+# have theirs already. Jobs stay behind a running job of the same key, and behind those of a batch.
+SOLID_KEYS, STEADY_KEYS = _of_both("""
+    select j.concurrency_key as key,
+      bool_or(c.job_id is not null or to_jsonb(j) ->> 'batch_id' is not null) as is_held,
+      max(m.value) + count(r.job_id) as slots
+    from {jobs} j
+    left join {claimed} c on c.job_id = j.id
+    left join {ready} r on r.job_id = j.id
+    left join {semaphores} m on m.key = j.concurrency_key
+    where j.finished_at is null and j.concurrency_key is not null
+    group by j.concurrency_key
+""")
+
+SOLID, STEADY = _of_both("""
+    select j.id, j.class_name, cast(j.arguments as text) as arguments, j.queue_name, j.priority,
+      cast(s.scheduled_at as timestamptz) as scheduled_at, j.concurrency_key,
+      coalesce(cast(s.scheduled_at as timestamptz) > now(), false) as is_scheduled
+    from {jobs} j left join {scheduled} s on s.job_id = j.id
+    where j.id > cast(:after as bigint) and j.finished_at is null
+      and (s.job_id is not null or exists (select from {ready} r where r.job_id = j.id)
+        or exists (select from {blocked} b where b.job_id = j.id))
+      and to_jsonb(j) ->> 'batch_id' is null
+      and (j.concurrency_key is null or j.concurrency_key <> all (cast(:held as text[])))
+    order by j.id limit 1000
+""")
+
+# As if they had run: what their schedules have recorded about them must stay.
+SOLID_END, STEADY_END = _of_both("""
+    with ready as (delete from {ready} r where r.job_id = any (cast(:ids as bigint[]))),
+    scheduled as (delete from {scheduled} s where s.job_id = any (cast(:ids as bigint[]))),
+    blocked as (delete from {blocked} b where b.job_id = any (cast(:ids as bigint[])))
+    update {jobs} j set finished_at = now(), updated_at = now()
+    where j.id = any (cast(:ids as bigint[])) returning j.id
+""")
+
+# The slots of the jobs that were ready there.
+SOLID_SLOTS, STEADY_SLOTS = _of_both(
+    "delete from {semaphores} m where m.key = any (cast(:keys as text[])) returning m.key"
+)
+
+SOLID_LEFT, STEADY_LEFT = _of_both("""
+    select (select count(*) from {ready}) + (select count(*) from {scheduled})
+        + (select count(*) from {blocked}) as behind,
+      (select count(*) from {claimed}) as running, (select count(*) from {failed}) as failed,
+      (select count(*) from {recurring}) as recurring, (select count(*) from {pauses}) as paused
+""")
