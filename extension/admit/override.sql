@@ -74,6 +74,7 @@ end $$;
 -- Puts a replacement's args, priority and time into the job that holds the key; if that sleeps, it does so
 -- until then. While another transaction holds the job's row, which is an operation that waits for the
 -- admission lock, the replacement is handed over again; the mark keeps the job from starting until then.
+-- A later replacement makes it void, also while it waits: the key's row names the last one (replacing).
 -- Locks: the caller holds the admission lock; the job's row of queue.active_job by skip locked; the key's row
 -- by skip locked: while another replacement holds it, that one clears the mark. Two sessions:
 -- defer/unique.replace_fetch.spec.
@@ -88,10 +89,6 @@ begin
                    p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity')) then
     perform queue._change_sleep(array[p_id], (p_payload ->> 'scheduled_at')::timestamptz);
     perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
-    -- one that was set aside must not undo this one
-    delete from queue.pending_settlement h
-    where h.xid = {{aside}} and h.job_id = p_id and h.kind = 'replace'
-      and (h.payload ->> 'seq')::bigint < (p_payload ->> 'seq')::bigint;
   else
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     values (p_id, 'replace', 0, p_payload);

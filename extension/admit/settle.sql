@@ -72,14 +72,14 @@ begin
   end if;
   for v_item in
     select u.id, u.kind, u.flags, u.payload
-    from (
-      select u.id, u.kind, u.flags, u.payload, u.n, row_number() over (partition by u.id, u.kind
-        order by u.n desc) as from_last
-      from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
-      where p_payloads is not null and u.payload is not null) u
-    -- of several replacements of a job only the last remains
-    where u.kind = 'replace' and u.from_last = 1 or u.kind = 'again'
-      and (u.payload -> 'change' ? 'lock' or u.id = any (v_cyclic))
+    from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
+    left join lateral (
+      select k.replacing from queue.queueing_lock k
+      where u.kind = 'replace' and k.key = u.payload ->> 'key' and k.job_id = u.id offset 0) k on true
+    where p_payloads is not null and u.payload is not null
+      -- only the last replacement of a job counts: the one that the key names
+      and (k.replacing = (u.payload ->> 'seq')::bigint
+        or u.kind = 'again' and (u.payload -> 'change' ? 'lock' or u.id = any (v_cyclic)))
     order by u.n
   loop
     if v_item.kind = 'replace' then

@@ -57,10 +57,11 @@ begin
   if p_flags & {{queueing_lock}} = 0 then
     return null;
   end if;
-  return (select h.payload from queue.pending_settlement h
+  return (select h.payload
+    from queue.pending_settlement h
+    join queue.queueing_lock k on k.key = h.payload ->> 'key' and k.replacing = (h.payload ->> 'seq')::bigint
     where h.job_id = p_id and h.kind = 'replace'
-      and not exists (select from queue.finished f where f.id = p_id)
-    order by h.seq desc limit 1);
+      and not exists (select from queue.finished f where f.id = p_id));
 end $$;
 
 -- Clears the mark of a replacement, if it is still the mark of this one.

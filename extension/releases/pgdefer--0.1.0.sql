@@ -1469,9 +1469,9 @@ left join lateral (
   select h.payload -> 'args' as args, (h.payload ->> 'priority')::integer as priority,
     coalesce((h.payload ->> 'scheduled_at')::timestamptz, '-infinity') as scheduled_at
   from queue.pending_settlement h
+  join queue.queueing_lock k on k.key = h.payload ->> 'key' and k.replacing = (h.payload ->> 'seq')::bigint
   where j.flags & 8448/* queueing_lock */ <> 0 and h.job_id = j.id and h.kind = 'replace' and f.id is null
-    and aj.claim is null
-  order by h.seq desc limit 1) r on true
+    and aj.claim is null) r on true
 left join lateral (
   select array_agg(d.need_id order by d.need_id) as needs
   from queue.need d
@@ -4258,10 +4258,11 @@ begin
   if p_flags & 8448/* queueing_lock */ = 0 then
     return null;
   end if;
-  return (select h.payload from queue.pending_settlement h
+  return (select h.payload
+    from queue.pending_settlement h
+    join queue.queueing_lock k on k.key = h.payload ->> 'key' and k.replacing = (h.payload ->> 'seq')::bigint
     where h.job_id = p_id and h.kind = 'replace'
-      and not exists (select from queue.finished f where f.id = p_id)
-    order by h.seq desc limit 1);
+      and not exists (select from queue.finished f where f.id = p_id));
 end $$;
 
 -- Clears the mark of a replacement, if it is still the mark of this one.
@@ -10588,6 +10589,7 @@ end $$;
 -- Puts a replacement's args, priority and time into the job that holds the key; if that sleeps, it does so
 -- until then. While another transaction holds the job's row, which is an operation that waits for the
 -- admission lock, the replacement is handed over again; the mark keeps the job from starting until then.
+-- A later replacement makes it void, also while it waits: the key's row names the last one (replacing).
 -- Locks: the caller holds the admission lock; the job's row of queue.active_job by skip locked; the key's row
 -- by skip locked: while another replacement holds it, that one clears the mark. Two sessions:
 -- defer/unique.replace_fetch.spec.
@@ -10602,10 +10604,6 @@ begin
                    p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity')) then
     perform queue._change_sleep(array[p_id], (p_payload ->> 'scheduled_at')::timestamptz);
     perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
-    -- one that was set aside must not undo this one
-    delete from queue.pending_settlement h
-    where h.xid = '0'::xid8 and h.job_id = p_id and h.kind = 'replace'
-      and (h.payload ->> 'seq')::bigint < (p_payload ->> 'seq')::bigint;
   else
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     values (p_id, 'replace', 0, p_payload);
@@ -10735,14 +10733,14 @@ begin
   end if;
   for v_item in
     select u.id, u.kind, u.flags, u.payload
-    from (
-      select u.id, u.kind, u.flags, u.payload, u.n, row_number() over (partition by u.id, u.kind
-        order by u.n desc) as from_last
-      from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
-      where p_payloads is not null and u.payload is not null) u
-    -- of several replacements of a job only the last remains
-    where u.kind = 'replace' and u.from_last = 1 or u.kind = 'again'
-      and (u.payload -> 'change' ? 'lock' or u.id = any (v_cyclic))
+    from unnest(p_ids, p_kinds, p_flags, p_payloads) with ordinality u (id, kind, flags, payload, n)
+    left join lateral (
+      select k.replacing from queue.queueing_lock k
+      where u.kind = 'replace' and k.key = u.payload ->> 'key' and k.job_id = u.id offset 0) k on true
+    where p_payloads is not null and u.payload is not null
+      -- only the last replacement of a job counts: the one that the key names
+      and (k.replacing = (u.payload ->> 'seq')::bigint
+        or u.kind = 'again' and (u.payload -> 'change' ? 'lock' or u.id = any (v_cyclic)))
     order by u.n
   loop
     if v_item.kind = 'replace' then
@@ -14305,12 +14303,12 @@ begin
     perform queue._prune_groups(v_max_jobs);
     perform queue._prune_idempotency_keys(v_max_jobs);
     v_until := clock_timestamp() + interval '1 s';
-    for v_no in 1 .. 5 loop
-      v_pruned := v_pruned + case when prune.state is null
-        then queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at)
-        else queue._prune_found(v_ids[v_no * 2000 - 1999 : v_no * 2000], prune.state, v_finished_until) end;
-      exit when v_pruned = v_max_jobs or clock_timestamp() > v_until
-        or v_no * 2000 >= cardinality(v_ids);
+    if prune.state is not null then
+      v_pruned := queue._prune_state(v_ids, v_max_jobs, prune.state, v_finished_until, v_until);
+    end if;
+    for v_no in 1 .. case when prune.state is null then 5 else 0 end loop
+      v_pruned := v_pruned + queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at);
+      exit when v_pruned = v_max_jobs or clock_timestamp() > v_until;
     end loop;
   end if;
   perform queue._audit('prune', jsonb_build_object('max_jobs', prune.max_jobs, 'state', prune.state,
@@ -14374,7 +14372,32 @@ begin
   return array(
     select f.id from queue.finished f
     where f.state = p_state and f.finished_at <= p_finished_until and not queue._is_needed(f.id)
+      and f.id <> all (array(
+        select h.job_id from queue.pending_settlement h where h.xid = '0'::xid8))
     limit p_max_jobs);
+end $$;
+
+-- Removes the jobs that _prunable has found, in rounds, until a time, and returns their number. If it found
+-- as many as it was asked for, and some of them have been removed or needed since, it looks again: there may
+-- be others.
+-- Locks: as _prune_found.
+create or replace function queue._prune_state(p_ids bigint[], p_max_jobs integer, p_state text,
+  p_finished_until timestamptz, p_until timestamptz)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[] := p_ids;
+  v_pruned integer := 0;
+begin
+  for v_search in 1 .. 2 loop
+    for v_no in 1 .. ceil(cardinality(v_ids) / 2000.0) loop
+      v_pruned := v_pruned + queue._prune_found(v_ids[v_no * 2000 - 1999 : v_no * 2000], p_state,
+        p_finished_until);
+      exit when clock_timestamp() > p_until;
+    end loop;
+    exit when v_pruned = p_max_jobs or cardinality(p_ids) < p_max_jobs or clock_timestamp() > p_until;
+    v_ids := queue._prunable(p_max_jobs - v_pruned, p_state, p_finished_until);
+  end loop;
+  return v_pruned;
 end $$;
 
 -- Removes those of the jobs that _prunable has found that still fit. Returns their number.

@@ -43,12 +43,12 @@ begin
     perform queue._prune_groups(v_max_jobs);
     perform queue._prune_idempotency_keys(v_max_jobs);
     v_until := clock_timestamp() + interval '1 s';
-    for v_no in 1 .. 5 loop
-      v_pruned := v_pruned + case when prune.state is null
-        then queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at)
-        else queue._prune_found(v_ids[v_no * 2000 - 1999 : v_no * 2000], prune.state, v_finished_until) end;
-      exit when v_pruned = v_max_jobs or clock_timestamp() > v_until
-        or v_no * 2000 >= cardinality(v_ids);
+    if prune.state is not null then
+      v_pruned := queue._prune_state(v_ids, v_max_jobs, prune.state, v_finished_until, v_until);
+    end if;
+    for v_no in 1 .. case when prune.state is null then 5 else 0 end loop
+      v_pruned := v_pruned + queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at);
+      exit when v_pruned = v_max_jobs or clock_timestamp() > v_until;
     end loop;
   end if;
   perform queue._audit('prune', jsonb_build_object('max_jobs', prune.max_jobs, 'state', prune.state,
@@ -112,7 +112,32 @@ begin
   return array(
     select f.id from queue.finished f
     where f.state = p_state and f.finished_at <= p_finished_until and not queue._is_needed(f.id)
+      and f.id <> all (array(
+        select h.job_id from queue.pending_settlement h where h.xid = {{aside}}))
     limit p_max_jobs);
+end $$;
+
+-- Removes the jobs that _prunable has found, in rounds, until a time, and returns their number. If it found
+-- as many as it was asked for, and some of them have been removed or needed since, it looks again: there may
+-- be others.
+-- Locks: as _prune_found.
+create or replace function queue._prune_state(p_ids bigint[], p_max_jobs integer, p_state text,
+  p_finished_until timestamptz, p_until timestamptz)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[] := p_ids;
+  v_pruned integer := 0;
+begin
+  for v_search in 1 .. 2 loop
+    for v_no in 1 .. ceil(cardinality(v_ids) / 2000.0) loop
+      v_pruned := v_pruned + queue._prune_found(v_ids[v_no * 2000 - 1999 : v_no * 2000], p_state,
+        p_finished_until);
+      exit when clock_timestamp() > p_until;
+    end loop;
+    exit when v_pruned = p_max_jobs or cardinality(p_ids) < p_max_jobs or clock_timestamp() > p_until;
+    v_ids := queue._prunable(p_max_jobs - v_pruned, p_state, p_finished_until);
+  end loop;
+  return v_pruned;
 end $$;
 
 -- Removes those of the jobs that _prunable has found that still fit. Returns their number.

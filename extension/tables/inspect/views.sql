@@ -112,9 +112,9 @@ left join lateral (
   select h.payload -> 'args' as args, (h.payload ->> 'priority')::integer as priority,
     coalesce((h.payload ->> 'scheduled_at')::timestamptz, '-infinity') as scheduled_at
   from queue.pending_settlement h
+  join queue.queueing_lock k on k.key = h.payload ->> 'key' and k.replacing = (h.payload ->> 'seq')::bigint
   where j.flags & {{queueing_lock}} <> 0 and h.job_id = j.id and h.kind = 'replace' and f.id is null
-    and aj.claim is null
-  order by h.seq desc limit 1) r on true
+    and aj.claim is null) r on true
 left join lateral (
   select array_agg(d.need_id order by d.need_id) as needs
   from queue.need d

@@ -129,10 +129,11 @@ def downgrade(op: Operations, version: str | None = None, *, force: bool = False
         with translated():
             _run(bind, statement.text)
     except InvalidParameter as error:
-        error.hint = (
-            "Pass force=True to downgrade to remove them; for the branch pgdefer, call"
-            " alembic -x pgdefer_force=yes."
-        )
+        if not force:
+            error.hint = (
+                "Pass force=True to downgrade to remove them; for the branch pgdefer, call"
+                " alembic -x pgdefer_force=yes."
+            )
         raise
     if _found(bind).is_created:
         _run(bind, sql.DROP_EXTENSION.text)

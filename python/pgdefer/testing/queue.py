@@ -78,7 +78,7 @@ class TestQueue(StandingIn, AskingQueue):
         super().__init__(app)
         self.connection = connection
         self._is_asynchronous = is_asynchronous(connection)
-        # Savepoints end in the reverse order of their beginnings, whichever coroutine they are of.
+        # Savepoints end in the reverse order of their beginnings, so calls take turns.
         self._turn: contextlib.AbstractAsyncContextManager[Any] = (
             asyncio.Lock() if self._is_asynchronous else contextlib.nullcontext()
         )
@@ -150,7 +150,8 @@ class TestQueue(StandingIn, AskingQueue):
         defaults: Mapping[str, JobOptions] | None = None,
     ) -> Rows:
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(self._turn)
+            if connection is OWN:
+                await stack.enter_async_context(self._turn)
             new = {
                 name: options
                 for name, options in (defaults or {}).items()

@@ -348,7 +348,7 @@ class Executor:
 
     def give_back_unbegun(self, claim: Claim) -> None:
         """Release a started claim, or its batch, whose handler has not begun."""
-        log.info("%r has not begun in time, and is given back", claim)
+        log.info("%r has not begun, and is given back", claim)
         self._give_back_unstarted(each for each in claim.members if not each.is_released)
         for each in claim.members:
             self._has_ended(each)

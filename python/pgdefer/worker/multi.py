@@ -195,10 +195,12 @@ class MultiWorker:
 
         May be called from any thread, as may `stop_at_once`.
         """
+        self._tell()
         self._call(self._stop, False)
 
     def stop_at_once(self) -> None:
         """Abort the running jobs and give back those that don't end within a second."""
+        self._tell()
         self._call(self._stop, True)
 
     def _call(self, function: Any, *args: Any) -> None:

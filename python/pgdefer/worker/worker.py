@@ -334,6 +334,7 @@ class Worker:
 
     def stop_at_once(self) -> None:
         """Abort the running jobs and give back those that don't end within a second."""
+        self.state.tell()
         if self._is_elsewhere():
             self._call_soon(self.stop_at_once)
             return

@@ -475,6 +475,38 @@ def test_no_coroutine_begins_after_a_signal(
     ]
 
 
+@pytest.mark.parametrize("stop", [Worker.stop, Worker.stop_at_once], ids=lambda x: x.__name__)
+async def test_no_coroutine_begins_after_a_stop_by_a_thread(
+    app: App, jobs: Jobs, stop: Callable[[Worker], None]
+) -> None:
+    begun = threading.Event()
+    release = threading.Event()
+    runs: list[int] = []
+
+    @app.task
+    async def block() -> None:
+        runs.append(1)
+        begun.set()
+        release.wait(60)
+
+    for _ in range(20):
+        await block.defer_async()
+    worker = Worker(app, concurrency=20)
+
+    def stop_while_blocked() -> None:
+        assert begun.wait(60)
+        stop(worker)
+        release.set()
+
+    thread = threading.Thread(target=stop_while_blocked)
+    thread.start()
+    await worker.run_async()
+    thread.join()
+    await app.close_async()
+    assert runs == [1]
+    assert sum(state == "ready" for state in jobs.states().values()) >= 19
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     "death", [("kill -9", -9), ("os._exit", 3), ("segfault", -signal.SIGSEGV)], ids=lambda x: x[0]

@@ -1,6 +1,6 @@
 -- Retention: from completion, by state, queue, task and job; needed jobs stay; locked ones are skipped.
 
-select plan(68);
+select plan(71);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -204,6 +204,15 @@ select is(array(select j.task from queue.jobs j where j.id in (:s, :f, :c, :q) o
 select is(array(select test.refusal(format('select queue.defer(%L, options => %L)', 't', '{"retain": ' || u || '}'))
                 from unnest('{"{\"ready\": 1}","{\"failed\": -1}","{\"failed\": {}}","[1]"}'::text[]) u),
   '{22023,22023,22023,22023}', 'other outcomes, and what is no interval, are refused');
+
+-- A job whose end can't be settled stays, and takes no other's place
+select queue.defer('stays', queue => 'aside') as stays, queue.defer('goes', queue => 'aside') as goes \gset
+select queue.succeed(f.id, f.claim) from queue.fetch(:worker, '{aside}', 2) f \g /dev/null
+select is((select array_agg(j.state order by j.id) from queue.jobs j where j.id in (:stays, :goes)), '{succeeded,succeeded}', 'two have ended');
+insert into queue.pending_settlement (xid, job_id, kind, flags) values ('0', :stays, 'event', 0);
+select is(queue.prune(1, 'succeeded'), 1, 'one of two goes');
+select is((select array_agg(j.task) from queue.jobs j where j.id in (:stays, :goes)), '{stays}', 'the one that is settled');
+delete from queue.pending_settlement where job_id = :stays;
 
 -- One call lets workers wait for about a second at most
 select count(*) from queue.defer_many((select jsonb_agg('{"task": "many", "queue": "many at once"}'::jsonb) from generate_series(1, 14100))) \g /dev/null
