@@ -65,7 +65,8 @@ class TestQueue(StandingIn, AskingQueue):
 
     `connection` is a psycopg connection, or an SQLAlchemy connection or session, in the transaction
     that the test rolls back. For an asynchronous one use `async with`, and await the methods named
-    ..._async; a synchronous one serves both kinds of tests.
+    ..._async; a synchronous one serves both kinds of tests. Calls of several coroutines take turns,
+    but `run_async` must run alone.
 
     No worker runs. `run` runs the jobs that are due, here and now, in the order in which a worker
     would claim them; the database makes all decisions. Timeouts are not enforced, and changes that
