@@ -252,9 +252,12 @@ begin
   into v_ids, v_keys, v_at, v_n;
   if p_singly then
     perform queue._advance_singly(v_ids);
-    v_ids := null;
+    -- the next admission settles each key alone, if it must
+    insert into queue.pending_settlement (job_id, kind, flags, payload)
+    select distinct 0, 'refill', 0, to_jsonb(array[k]) from unnest(v_keys) k;
+  else
+    perform queue._advance(p_arrived => v_ids, p_keys => v_keys);
   end if;
-  perform queue._advance(p_arrived => v_ids, p_keys => v_keys);
   return case when v_n >= p_slice then v_at else v_now end;
 end $$;
 

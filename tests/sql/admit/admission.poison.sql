@@ -1,7 +1,7 @@
 -- A job, or an end, that admission can't bear, by a fault of the queue: it stops the others only until the next
 -- maintenance. The end that a worker reports: work/ends.sql.
 
-select plan(43);
+select plan(48);
 
 \ir admission.helpers.psql
 
@@ -94,6 +94,27 @@ select matches((select queue.why(j.id) from queue.jobs j where j.task = 'due poi
 select pg_temp.mend() \g /dev/null
 select queue.tick() \g /dev/null
 select is(pg_temp.run(), 'due poison', 'once mended, it runs');
+
+-- A job that a rate lets start
+set client_min_messages = error;
+select queue.defer(t, options => '{"concurrency": [{"key": "rate", "rate": {"limit": 1, "per": "200 ms"}}]}') from unnest('{first of rate,rate poison}'::text[]) t \g /dev/null
+select is(pg_temp.run(), 'first of rate', 'one starts');
+select pg_temp.break('rate poison') \g /dev/null
+do $$ begin
+  while not exists (select from queue.waiting w where w.key = 'krate' and w.at <= clock_timestamp()) loop
+    perform pg_sleep(0.01);
+  end loop;
+end $$;
+select queue.defer('beside') \g /dev/null
+select throws_ok('select pg_temp.run()', '23514', null, 'the other stops a fetch');
+select queue.tick() \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.run(), 'beside', 'but not maintenance');
+select pg_temp.mend() \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.run(), 'rate poison', 'once mended, it runs');
+select is_empty('select * from queue.check()', 'sound');
+reset client_min_messages;
 
 -- An end that has a slot and a turn: it fails at the turn, when its slot is free already
 select queue.defer('ends', lock => 'l', concurrency_key => 'k', concurrency_limit => 1), queue.defer('turn poison', lock => 'l') \g /dev/null
