@@ -19,7 +19,8 @@ begin
   name := 'failures';
   select count(*) filter (where f.state = 'failed') as failed, count(*) as n into v_facts
   from (select f.state from queue.finished f where f.finished_at > p_now - interval '1 hour' limit 100000) f;
-  status := case when v_facts.failed >= 20 and v_facts.failed > v_facts.n * 0.1 then 'warn' else 'ok' end;
+  status := case when v_facts.failed >= 20 and v_facts.failed > v_facts.n * 0.1
+    or v_facts.failed >= 5 and v_facts.failed > v_facts.n * 0.5 then 'warn' else 'ok' end;
   detail := format('%s of %s that ended within the hour failed', v_facts.failed,
     queue._count_of(v_facts.n, 'job'));
   fix := case when status <> 'ok'

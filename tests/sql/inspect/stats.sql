@@ -1,6 +1,6 @@
 -- stats, metrics, autoscale_hint and health: every figure for known jobs, every check seen failing.
 
-select plan(89);
+select plan(91);
 
 set pgdefer.notify = off;
 
@@ -213,6 +213,10 @@ rollback;
 begin;
 insert into queue.finished (id, finished_at, attempts, state) select -n, now(), 1, 'failed' from generate_series(1, 25) n;
 select matches(pg_temp.health('failures'), '^warn\|25 of 115 jobs that ended within the hour failed\|', 'many failures');
+update queue.finished set finished_at = now() - interval '2 hours' where id > -18;
+select matches(pg_temp.health('failures'), '^warn\|8 of 8 jobs', 'most of few');
+update queue.finished set finished_at = now() - interval '2 hours' where id > -22;
+select matches(pg_temp.health('failures'), '^ok\|4 of 4 jobs', 'of four, all may be bad luck');
 rollback;
 begin;
 update queue.worker set last_seen_at = now() + interval '20 seconds' where name = 'some';
