@@ -97,7 +97,7 @@ select is(pg_temp.run(), 'due poison', 'once mended, it runs');
 
 -- A job that a rate lets start
 set client_min_messages = error;
-select queue.defer(t, options => '{"concurrency": [{"key": "rate", "rate": {"limit": 1, "per": "200 ms"}}]}') from unnest('{first of rate,rate poison}'::text[]) t \g /dev/null
+select queue.defer(t, options => '{"concurrency": [{"key": "rate", "rate": {"limit": 1, "per": "3 s"}}]}') from unnest('{first of rate,rate poison}'::text[]) t \g /dev/null
 select is(pg_temp.run(), 'first of rate', 'one starts');
 select pg_temp.break('rate poison') \g /dev/null
 do $$ begin
