@@ -225,6 +225,7 @@ begin
 end $$;
 
 -- Moves jobs whose time has come. Returns the new due mark: no waiting job lies before it.
+-- Why no wake-up is lost: one by one, the keys are handed over, and the next admission advances each.
 create or replace function queue._admit_due(p_due_at timestamptz, p_slice integer, p_singly boolean)
 returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
 declare

@@ -131,7 +131,7 @@ begin
   from queue.job_now j
   join queue.job d on d.id = j.id  -- as it was deferred
   left join queue.waiting w on w.id = j.id and w.reason = 'held'
-  cross join (select queue._replacement(p_id, (select i.flags from queue.job i where i.id = p_id)) as job) r
+  cross join lateral (select queue._replacement(j.id, j.flags) as job) r
   cross join lateral (
     select case when r.job is not null then (r.job ->> 'scheduled_at')::timestamptz
         when j.claims = 0 then j.scheduled_at

@@ -10592,7 +10592,7 @@ end $$;
 -- A later replacement makes it void, also while it waits: the key's row names the last one (replacing).
 -- Locks: the caller holds the admission lock; the job's row of queue.active_job by skip locked; the key's row
 -- by skip locked: while another replacement holds it, that one clears the mark. Two sessions:
--- defer/unique.replace_fetch.spec.
+-- defer/unique.replace_fetch.spec, defer/unique.replace_late.spec.
 create or replace function queue._apply_replacement(p_id bigint, p_payload jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -11545,6 +11545,7 @@ begin
 end $$;
 
 -- Moves jobs whose time has come. Returns the new due mark: no waiting job lies before it.
+-- Why no wake-up is lost: one by one, the keys are handed over, and the next admission advances each.
 create or replace function queue._admit_due(p_due_at timestamptz, p_slice integer, p_singly boolean)
 returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -14308,11 +14309,12 @@ begin
     v_until := clock_timestamp() + interval '1 s';
     if prune.state is not null then
       v_pruned := queue._prune_state(v_ids, v_max_jobs, prune.state, v_finished_until, v_until);
+    else
+      for v_no in 1 .. 5 loop
+        v_pruned := v_pruned + queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at);
+        exit when v_pruned = v_max_jobs or clock_timestamp() > v_until;
+      end loop;
     end if;
-    for v_no in 1 .. case when prune.state is null then 5 else 0 end loop
-      v_pruned := v_pruned + queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at);
-      exit when v_pruned = v_max_jobs or clock_timestamp() > v_until;
-    end loop;
   end if;
   perform queue._audit('prune', jsonb_build_object('max_jobs', prune.max_jobs, 'state', prune.state,
     'older_than', prune.older_than), p_before => jsonb_build_object('pruned', v_pruned));
@@ -14369,6 +14371,7 @@ begin
 end $$;
 
 -- Jobs in a state that have finished by a time and that no job needs, as far as can be seen without a lock.
+-- Locks: none; _prune_found asks again. Two sessions: work/retention.found.spec.
 create or replace function queue._prunable(p_max_jobs integer, p_state text, p_finished_until timestamptz)
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 begin
@@ -18310,7 +18313,7 @@ begin
   from queue.job_now j
   join queue.job d on d.id = j.id  -- as it was deferred
   left join queue.waiting w on w.id = j.id and w.reason = 'held'
-  cross join (select queue._replacement(p_id, (select i.flags from queue.job i where i.id = p_id)) as job) r
+  cross join lateral (select queue._replacement(j.id, j.flags) as job) r
   cross join lateral (
     select case when r.job is not null then (r.job ->> 'scheduled_at')::timestamptz
         when j.claims = 0 then j.scheduled_at

@@ -45,11 +45,12 @@ begin
     v_until := clock_timestamp() + interval '1 s';
     if prune.state is not null then
       v_pruned := queue._prune_state(v_ids, v_max_jobs, prune.state, v_finished_until, v_until);
+    else
+      for v_no in 1 .. 5 loop
+        v_pruned := v_pruned + queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at);
+        exit when v_pruned = v_max_jobs or clock_timestamp() > v_until;
+      end loop;
     end if;
-    for v_no in 1 .. case when prune.state is null then 5 else 0 end loop
-      v_pruned := v_pruned + queue._prune(least(2000, v_max_jobs - v_pruned), v_safe_at);
-      exit when v_pruned = v_max_jobs or clock_timestamp() > v_until;
-    end loop;
   end if;
   perform queue._audit('prune', jsonb_build_object('max_jobs', prune.max_jobs, 'state', prune.state,
     'older_than', prune.older_than), p_before => jsonb_build_object('pruned', v_pruned));
@@ -106,6 +107,7 @@ begin
 end $$;
 
 -- Jobs in a state that have finished by a time and that no job needs, as far as can be seen without a lock.
+-- Locks: none; _prune_found asks again. Two sessions: work/retention.found.spec.
 create or replace function queue._prunable(p_max_jobs integer, p_state text, p_finished_until timestamptz)
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 begin
