@@ -3,7 +3,8 @@
 
 select plan(115);
 
-select test.change('queue._claim_loop', '100 ms', '1 hour'), test.change('queue._claim_by_options', '100 ms', '1 hour') \g /dev/null
+select test.change('queue._claim_loop', '100 ms', '1 hour'), test.change('queue._claim_by_options', '100 ms', '1 hour'),
+  test.change('queue._runs_nothing', '0.005', '3600') \g /dev/null
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
 \ir one_key.helpers.psql
