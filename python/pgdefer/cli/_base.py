@@ -35,6 +35,7 @@ from pgdefer.errors import (
     NotInstalled,
     PgDeferError,
     QueueNotEmpty,
+    StepChanged,
     translate,
 )
 
@@ -77,6 +78,7 @@ _ENDS: dict[type[PgDeferError], Exit] = {
     NotInstalled: Exit.NOT_INSTALLED,
     IncompatibleClient: Exit.INCOMPATIBLE,
     JobNotFound: Exit.NOT_FOUND,
+    StepChanged: Exit.NOT_FOUND,
     InvalidState: Exit.WRONG_STATE,
     ClaimLost: Exit.WRONG_STATE,
     QueueNotEmpty: Exit.NOT_EMPTY,
@@ -287,8 +289,7 @@ def reported() -> Iterator[None]:
 
 def _fail_for(error: PgDeferError) -> NoReturn:
     # These share the SQLSTATE of bad arguments.
-    no_step = "the job has finished no such step"
-    is_missing = error.message in {"no such schedule", "no such group", "no such queue", no_step}
+    is_missing = error.message in {"no such schedule", "no such group", "no such queue"}
     fail(Exit.NOT_FOUND if is_missing else _ENDS.get(type(error), Exit.ERROR), escaped(str(error)))
 
 
