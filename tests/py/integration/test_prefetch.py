@@ -8,7 +8,9 @@ import select
 import signal
 import subprocess
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import psycopg
@@ -161,11 +163,13 @@ async def test_those_are_kept_that_start_soon(
     monkeypatch.setattr(prefetch, "AHEAD", 3600.0)
     monkeypatch.setattr(prefetch, "WAIT", 3600.0)  # at any pace all start within this
     longest = 0.0
+    starts: list[float] = []
 
     @app.task
     async def quick() -> None:
         nonlocal longest
         now = clock()
+        starts.append(now)
         longest = max([longest, *(now - claim.came_at for claim in worker.executor.waiting)])
         await asyncio.sleep(0.02)
 
@@ -173,8 +177,10 @@ async def test_those_are_kept_that_start_soon(
     async with running(app, concurrency=1) as worker:
         await jobs.end()
     assert longest > 1
-    released = conn.execute("select count(*) from queue.attempts where outcome = 'released'")
-    assert released.fetchone() == (0,)
+    released = conn.execute("select from queue.attempts where outcome = 'released'").fetchall()
+    # Some are given back where none has started since the last look, half of WAIT before.
+    assert not released or max(b - a for a, b in pairwise(starts)) > executor.WAIT / 2
+    assert len(starts) == 150
 
 
 async def test_none_where_jobs_are_slow(app: App, jobs: Jobs) -> None:
@@ -194,12 +200,15 @@ async def test_none_where_jobs_are_slow(app: App, jobs: Jobs) -> None:
 
 async def test_few_where_long_jobs_use_most_slots(app: App, jobs: Jobs) -> None:
     most = 0
+    took: list[float] = []
     release = asyncio.Event()
 
     @app.task
     async def quick() -> None:
         nonlocal most
+        begun = clock()
         await asyncio.sleep(0.005)
+        took.append(clock() - begun)
         most = max(most, len(worker.executor.waiting))
 
     @app.task
@@ -215,7 +224,8 @@ async def test_few_where_long_jobs_use_most_slots(app: App, jobs: Jobs) -> None:
         await until(lambda: worker.finished == 400)
         release.set()
         await jobs.end()
-    assert 0 < most <= prefetch.AHEAD / 0.005  # in the slot that is left
+    assert most <= prefetch.AHEAD / 0.005  # in the slot that is left
+    assert most > 0 or median(took) > prefetch.AHEAD / 2  # on a busy machine
 
 
 async def test_none_without_prefetch(app: App, jobs: Jobs) -> None:

@@ -173,7 +173,9 @@ async def test_a_step_has_a_timeout(app: App, conn: Connection, is_async: bool) 
     async with running(app):
         assert await job.result_async(60) == ["in time", "not done within 0:00:02"]
     assert steps(conn, job.id) == {"late": "in time"}
-    assert conn.execute("select outcome from queue.attempts").fetchall() == [("timed_out",)]
+    # On a busy machine the second attempt may come before the first has ended here.
+    outcomes = conn.execute("select outcome from queue.attempts where outcome <> 'released'")
+    assert outcomes.fetchall() == [("timed_out",)]
 
 
 @pytest.mark.parametrize(
