@@ -58,7 +58,8 @@ from pgdefer.tasks.infos import (
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.need import Need
 from pgdefer.tasks.open_group import OpenGroup
-from pgdefer.tasks.prepared import DeferMiddleware, Deferral, PreparedJob
+from pgdefer.tasks.prepared import DeferMiddleware, Deferral
+from pgdefer.tasks.prepared_job import PreparedJob
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.task import AsyncTask, SyncTask, Task
 

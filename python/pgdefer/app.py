@@ -27,7 +27,8 @@ from pgdefer.tasks.hooks import JobEvent, check_hook
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.middleware import check_middleware
 from pgdefer.tasks.option_checks import check_options
-from pgdefer.tasks.prepared import DeferMiddleware, PreparedJob, prepare
+from pgdefer.tasks.prepared import DeferMiddleware, prepare
+from pgdefer.tasks.prepared_job import PreparedJob
 from pgdefer.tasks.registry import module_name
 from pgdefer.tasks.task import AllTaskOptions
 

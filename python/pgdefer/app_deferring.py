@@ -14,7 +14,8 @@ from pgdefer.tasks.job import Job
 from pgdefer.tasks.need import Need
 from pgdefer.tasks.needs import needs
 from pgdefer.tasks.open_group import OpenGroup
-from pgdefer.tasks.prepared import PreparedJob, check_prepared, prepare
+from pgdefer.tasks.prepared import prepare
+from pgdefer.tasks.prepared_job import PreparedJob, check_prepared
 from pgdefer.tasks.registry import Registry
 from pgdefer.tasks.submit import submit, submit_chain, submit_many
 

@@ -13,7 +13,8 @@ from pgdefer.tasks.job import Job
 from pgdefer.tasks.need import Need
 from pgdefer.tasks.needs_async import needs_async
 from pgdefer.tasks.open_group import OpenGroup
-from pgdefer.tasks.prepared import PreparedJob, check_prepared, prepare
+from pgdefer.tasks.prepared import prepare
+from pgdefer.tasks.prepared_job import PreparedJob, check_prepared
 from pgdefer.tasks.registry import Registry
 from pgdefer.tasks.submit_async import submit_async, submit_chain_async, submit_many_async
 

@@ -88,7 +88,7 @@ class Retry:
         if self.jitter is not None and not 0 <= self.jitter <= 1:
             raise ValueError(f"Retry: jitter must be from 0 to 1, not {self.jitter}")
 
-    def to_json(self) -> dict[str, Any]:
+    def as_options(self) -> dict[str, Any]:
         """Return the policy in the form of queue.backoff."""
         policy: dict[str, Any] = {"max_attempts": self.max_attempts}
         if self.max_crashes is None:
@@ -265,7 +265,7 @@ def limit_of_semaphore(key: str, slots: int | None) -> dict[str, Any]:
     return {"concurrency_key": literal(key), "concurrency_limit": max(slots or 1, 1)}
 
 
-def to_json(name: str, value: Any) -> Any:
+def checked_option(name: str, value: Any) -> Any:
     """Return one option in JSON's types."""
     match value:
         case dt.timedelta():
@@ -273,7 +273,7 @@ def to_json(name: str, value: Any) -> Any:
         case dt.datetime():
             return checked_time(name, value)
         case Retry():
-            return value.to_json()
+            return value.as_options()
         case int() if name == "retry" and not isinstance(value, bool):
             return {"max_attempts": value}
     convert = _number if name in NUMBERS else _CONVERSIONS.get(name)
@@ -307,7 +307,7 @@ def _number(name: str, value: object) -> int:
 def _by_outcome(name: str, value: object) -> object:
     if not isinstance(value, Mapping):
         return value
-    return {outcome: to_json(name, each) for outcome, each in value.items()}
+    return {outcome: checked_option(name, each) for outcome, each in value.items()}
 
 
 _CONVERSIONS: Mapping[str, Callable[[str, Any], Any]] = {
@@ -336,9 +336,9 @@ class JobOptions:
         for name, value in values.items():
             if name in ARGUMENTS:
                 if value is not None:
-                    arguments[name] = to_json(name, value)
+                    arguments[name] = checked_option(name, value)
             elif value is not None or name == "max_progress":
-                options[name] = to_json(name, value)
+                options[name] = checked_option(name, value)
         return cls(arguments, options)
 
     def defaults(self) -> dict[str, Any]:

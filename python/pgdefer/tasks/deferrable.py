@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from pgdefer.tasks.job import Job
-from pgdefer.tasks.prepared import PreparedJob, Preparer
+from pgdefer.tasks.prepared import Preparer
+from pgdefer.tasks.prepared_job import PreparedJob
 from pgdefer.tasks.submit import submit, submit_many
 
 __all__ = ["Deferrable"]

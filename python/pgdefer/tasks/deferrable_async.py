@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 from pgdefer.tasks.job import Job
-from pgdefer.tasks.prepared import PreparedJob, Preparer
+from pgdefer.tasks.prepared import Preparer
+from pgdefer.tasks.prepared_job import PreparedJob
 from pgdefer.tasks.submit_async import submit_async, submit_many_async
 
 __all__ = ["AsyncDeferrable"]

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from pgdefer.database import sql
-from pgdefer.options import checked_interval, to_json
-from pgdefer.tasks.children import Prepared, check_prepared, prepared_list
+from pgdefer.options import checked_interval, checked_option
+from pgdefer.tasks.prepared_job import PreparedJob, check_prepared, jobs_json
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.stepping import StepCalls
 from pgdefer.tasks.steps import Child, check_name, check_text, ids_of, results_of
@@ -36,7 +36,7 @@ class DurableCalls(StepCalls):
         """
         if not isinstance(until, dt.datetime | dt.timedelta):
             raise TypeError(f"until must be a datetime or a timedelta, not {until!r}")
-        value = to_json("until", until)
+        value = checked_option("until", until)
         is_delay = isinstance(until, dt.timedelta)
         when = {"at": None, "delay": value} if is_delay else {"at": value, "delay": None}
         with self._step(name, None) as (key, _):
@@ -81,18 +81,22 @@ class DurableCalls(StepCalls):
 
     # Children
 
-    def call(self, call: Prepared, *, name: str | None = None) -> Any:
+    def call(self, call: PreparedJob[Any], *, name: str | None = None) -> Any:
         """Defer a job, once, and wait for its result. The next run continues with that.
 
         `call` is a call that `task.prepare(...)` returned. Raises JobFailed or JobCancelled if the
         job has not succeeded. The step has the task's name, unless another is passed.
         """
-        check_prepared(call)
+        check_prepared([call])
         (result,) = self.gather([call], name=call.task if name is None else name)
         return result
 
     def gather(
-        self, calls: Iterable[Prepared], *, name: str = "gather", return_errors: bool = False
+        self,
+        calls: Iterable[PreparedJob[Any]],
+        *,
+        name: str = "gather",
+        return_errors: bool = False,
     ) -> list[Any]:
         """Defer jobs, once, and wait for all their results. The next run continues with these.
 
@@ -102,7 +106,7 @@ class DurableCalls(StepCalls):
         """
         check_name("name, with ' ended',", f"{name} ended")
         with self._step(name, None) as (key, value):
-            ids = ids_of(value) if key is None else self._defer(key, prepared_list(calls))
+            ids = ids_of(value) if key is None else self._defer(key, check_prepared(calls))
         self._await_jobs(f"{name} ended", ids)
         while (rows := self._ended(ids)) is None:
             # An operator has retried one. The name must be of no other use: it may be skipped.
@@ -132,7 +136,7 @@ class DurableCalls(StepCalls):
             rows = self.steps.ended_children(ids)
         return rows
 
-    def _defer(self, key: str, calls: list[Prepared]) -> list[int]:
+    def _defer(self, key: str, calls: list[PreparedJob[Any]]) -> list[int]:
         """Defer jobs, and store their ids as a step, in one transaction."""
         ids: list[int] = []
         with (
@@ -140,7 +144,7 @@ class DurableCalls(StepCalls):
             self.client.transaction(callers=False) as connection,
         ):
             if calls:
-                jobs = f"[{','.join(call.to_json() for call in calls)}]"
+                jobs = jobs_json(calls)
                 tasks = [call.task for call in calls]
                 rows = self.client.call(sql.DEFER_MANY, {"jobs": jobs}, connection, tasks=tasks)
                 ids = [row[0] for row in rows]

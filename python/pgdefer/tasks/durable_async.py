@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from pgdefer.database import sql
-from pgdefer.options import checked_interval, to_json
-from pgdefer.tasks.children import Prepared, check_prepared, prepared_list
+from pgdefer.options import checked_interval, checked_option
+from pgdefer.tasks.prepared_job import PreparedJob, check_prepared, jobs_json
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.stepping_async import AsyncStepCalls
 from pgdefer.tasks.steps import Child, check_name, check_text, ids_of, results_of
@@ -35,7 +35,7 @@ class AsyncDurableCalls(AsyncStepCalls):
         """
         if not isinstance(until, dt.datetime | dt.timedelta):
             raise TypeError(f"until must be a datetime or a timedelta, not {until!r}")
-        value = to_json("until", until)
+        value = checked_option("until", until)
         is_delay = isinstance(until, dt.timedelta)
         when = {"at": None, "delay": value} if is_delay else {"at": value, "delay": None}
         async with self._step_async(name, None) as (key, _):
@@ -80,18 +80,22 @@ class AsyncDurableCalls(AsyncStepCalls):
 
     # Children
 
-    async def call_async(self, call: Prepared, *, name: str | None = None) -> Any:
+    async def call_async(self, call: PreparedJob[Any], *, name: str | None = None) -> Any:
         """Defer a job, once, and wait for its result. The next run continues with that.
 
         `call` is a call that `task.prepare(...)` returned. Raises JobFailed or JobCancelled if the
         job has not succeeded. The step has the task's name, unless another is passed.
         """
-        check_prepared(call)
+        check_prepared([call])
         (result,) = await self.gather_async([call], name=call.task if name is None else name)
         return result
 
     async def gather_async(
-        self, calls: Iterable[Prepared], *, name: str = "gather", return_errors: bool = False
+        self,
+        calls: Iterable[PreparedJob[Any]],
+        *,
+        name: str = "gather",
+        return_errors: bool = False,
     ) -> list[Any]:
         """Defer jobs, once, and wait for all their results. The next run continues with these.
 
@@ -102,7 +106,9 @@ class AsyncDurableCalls(AsyncStepCalls):
         check_name("name, with ' ended',", f"{name} ended")
         async with self._step_async(name, None) as (key, value):
             ids = (
-                ids_of(value) if key is None else await self._defer_async(key, prepared_list(calls))
+                ids_of(value)
+                if key is None
+                else await self._defer_async(key, check_prepared(calls))
             )
         await self._await_jobs_async(f"{name} ended", ids)
         while (rows := await self._ended_async(ids)) is None:
@@ -133,7 +139,7 @@ class AsyncDurableCalls(AsyncStepCalls):
             rows = self.steps.ended_children(ids)
         return rows
 
-    async def _defer_async(self, key: str, calls: list[Prepared]) -> list[int]:
+    async def _defer_async(self, key: str, calls: list[PreparedJob[Any]]) -> list[int]:
         """Defer jobs, and store their ids as a step, in one transaction."""
         ids: list[int] = []
         async with (
@@ -141,7 +147,7 @@ class AsyncDurableCalls(AsyncStepCalls):
             self.client.transaction_async(callers=False) as connection,
         ):
             if calls:
-                jobs = f"[{','.join(call.to_json() for call in calls)}]"
+                jobs = jobs_json(calls)
                 tasks = [call.task for call in calls]
                 rows = await self.client.call_async(
                     sql.DEFER_MANY, {"jobs": jobs}, connection, tasks=tasks

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
 from pgdefer.errors import DecodeError, StepChanged, StepFailed, UnknownTask
-from pgdefer.options import to_json
+from pgdefer.options import checked_option
 from pgdefer.tasks.context import JobContext, Middleware
 
 __all__ = [
@@ -42,10 +42,10 @@ class Decision:
         if self.retry_at is not None and self.retry_in is not None:
             raise ValueError("retry_at and retry_in exclude each other")
 
-    def to_json(self) -> dict[str, Any]:
+    def as_options(self) -> dict[str, Any]:
         """Return the options of queue.fail."""
         values = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
-        return {name: to_json(name, value) for name, value in values if value is not None}
+        return {name: checked_option(name, value) for name, value in values if value is not None}
 
 
 Classes = type[BaseException] | tuple[type[BaseException], ...]
@@ -114,7 +114,7 @@ class FailurePolicy:
         if self.retry_on is not None and not isinstance(error, self.retry_on):
             return {"retryable": False}
         decided = None if self.decide is None else self.decide(error, job)
-        return {} if decided is None else decided.to_json()
+        return {} if decided is None else decided.as_options()
 
 
 #: Says nothing of errors: a job's retry policy decides.

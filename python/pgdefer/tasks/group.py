@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pgdefer.client.client import Client
 from pgdefer.database.callers import CallersConnection, check_given
 from pgdefer.tasks.job import Job
-from pgdefer.tasks.prepared import PreparedJob, check_prepared
+from pgdefer.tasks.prepared_job import PreparedJob, check_prepared
 from pgdefer.tasks.submit import submit_group
 from pgdefer.tasks.submit_async import submit_group_async
 

@@ -13,7 +13,7 @@ from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.backoff import Backoff
 from pgdefer.database.callers import OWN, AnyConnection
-from pgdefer.options import ENDED, checked_interval, checked_mapping, checked_time, to_json
+from pgdefer.options import ENDED, checked_interval, checked_mapping, checked_option, checked_time
 from pgdefer.tasks.answers import outcome_of, value_of
 
 __all__ = ["JobCalls"]
@@ -133,7 +133,7 @@ class JobCalls(Generic[R_co]):
         given = (
             ("retry_at", checked_time("at", at)),
             ("retry_in", checked_interval("delay", delay)),
-            ("priority", None if priority is None else to_json("priority", priority)),
+            ("priority", None if priority is None else checked_option("priority", priority)),
             ("queue", queue),
             ("lock", lock),
         )
@@ -172,7 +172,7 @@ class JobCalls(Generic[R_co]):
 
         Raises TypeError if it is not an int, ValueError if it exceeds 32 bits.
         """
-        parameters = {"ids": [self.id], "priority": to_json("priority", priority)}
+        parameters = {"ids": [self.id], "priority": checked_option("priority", priority)}
         return outcome_of(self.client.call(sql.SET_PRIORITY, parameters, connection))
 
     def set_deadline(self, at: dt.datetime | None, *, connection: AnyConnection = OWN) -> str:

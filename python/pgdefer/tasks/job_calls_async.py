@@ -12,7 +12,7 @@ from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.backoff import Backoff
 from pgdefer.database.callers import OWN, AnyAsyncConnection
-from pgdefer.options import ENDED, checked_interval, checked_mapping, checked_time, to_json
+from pgdefer.options import ENDED, checked_interval, checked_mapping, checked_option, checked_time
 from pgdefer.tasks.answers import outcome_of, value_of
 
 __all__ = ["AsyncJobCalls"]
@@ -136,7 +136,7 @@ class AsyncJobCalls(Generic[R_co]):
         given = (
             ("retry_at", checked_time("at", at)),
             ("retry_in", checked_interval("delay", delay)),
-            ("priority", None if priority is None else to_json("priority", priority)),
+            ("priority", None if priority is None else checked_option("priority", priority)),
             ("queue", queue),
             ("lock", lock),
         )
@@ -179,7 +179,7 @@ class AsyncJobCalls(Generic[R_co]):
 
         Raises TypeError if it is not an int, ValueError if it exceeds 32 bits.
         """
-        parameters = {"ids": [self.id], "priority": to_json("priority", priority)}
+        parameters = {"ids": [self.id], "priority": checked_option("priority", priority)}
         return outcome_of(await self.client.call_async(sql.SET_PRIORITY, parameters, connection))
 
     async def set_deadline_async(

@@ -11,39 +11,23 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 from pgdefer.client.client import Client, client_here
 from pgdefer.database.callers import CallersConnection, check_given
 from pgdefer.errors import Naming
-from pgdefer.options import DeferOptions, JobOptions, as_list, defer_object
+from pgdefer.options import DeferOptions, JobOptions, as_list
 from pgdefer.tasks.context import running_job
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.option_checks import check_options
 from pgdefer.tasks.parameters import Parameters
+from pgdefer.tasks.prepared_job import PreparedJob
 
 __all__ = [
     "DeferMiddleware",
     "Deferral",
-    "PreparedJob",
     "Preparer",
-    "check_prepared",
     "deferring",
-    "jobs_json",
     "prepare",
 ]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class PreparedJob(Generic[R_co]):
-    """A call of a task, for `defer_many` to defer with others."""
-
-    task: str
-    args: str = dataclasses.field(repr=False)
-    options: JobOptions
-
-    def to_json(self) -> str:
-        """Return the object that queue.defer_many takes."""
-        return defer_object(self.task, self.args, self.options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,15 +65,6 @@ def _naming(calls: Sequence[PreparedJob[Any]]) -> Naming:
     return Naming(f"jobs of {', '.join(map(repr, tasks[:3]))}{', ...' if tasks[3:] else ''}")
 
 
-def check_prepared(calls: Iterable[PreparedJob[Any]]) -> list[PreparedJob[Any]]:
-    """Return calls. Raises TypeError for other objects, such as jobs that were already deferred."""
-    found = as_list("calls", calls)
-    for call in found:
-        if not isinstance(call, PreparedJob):
-            raise TypeError(f"a call must come from task.prepare(...), not {call!r}")
-    return found
-
-
 def in_context(task: str, options: JobOptions, client: Client, *, is_child: bool) -> JobOptions:
     """Return a job's options, with those that come from where it is deferred.
 
@@ -117,11 +92,6 @@ def prepare(
             check_options(f"a job of {task!r}", options, DeferOptions)
         job_options = in_context(task, JobOptions.of(options), client, is_child=is_child)
         return PreparedJob(task, client.dumps_args(task, args), job_options)
-
-
-def jobs_json(calls: Iterable[PreparedJob[Any]]) -> str:
-    """Return the array that queue.defer_many takes."""
-    return f"[{','.join(call.to_json() for call in calls)}]"
 
 
 class Preparer(Generic[P, R]):

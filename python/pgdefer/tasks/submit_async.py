@@ -10,7 +10,8 @@ from pgdefer.database import sql
 from pgdefer.database.callers import CallersConnection
 from pgdefer.options import defer_parameters
 from pgdefer.tasks.job import Job
-from pgdefer.tasks.prepared import PreparedJob, deferring, jobs_json
+from pgdefer.tasks.prepared import deferring
+from pgdefer.tasks.prepared_job import PreparedJob, jobs_json
 
 __all__ = [
     "submit_async",

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 from pgdefer.errors import ClaimLost
-from pgdefer.options import RetryPolicy, to_json
+from pgdefer.options import RetryPolicy, checked_option
 from pgdefer.tasks.error_report import error_details, error_text, storable_in
 from pgdefer.tasks.interruptible import Interruptible
 from pgdefer.tasks.option_checks import check_options
@@ -44,7 +44,7 @@ class Tries:
     ) -> None:
         self.fingerprint = fingerprint
         self.timeout = timeout
-        self._retry = None if retry is None else to_json("retry", retry)
+        self._retry = None if retry is None else checked_option("retry", retry)
         self._deadline = deadline
         if retry is None and timeout is None and deadline is None:
             return
@@ -69,7 +69,7 @@ class Tries:
             options["fingerprint"] = self.fingerprint
         if self._deadline is not None:
             key = "deadline_in" if isinstance(self._deadline, dt.timedelta) else "deadline"
-            options[key] = to_json(key, self._deadline)
+            options[key] = checked_option(key, self._deadline)
         if self.timeout is not None and isinstance(error, TimeoutError):
             options["outcome"] = "timed_out"
         return {

@@ -125,19 +125,19 @@ class Executor:
         for claim in claims:
             self.claimed.append(claim)
             for each in claim.members:
-                self._keep_if_late(each)
+                self._extend_if_late(each)
         if self._state.is_stopping:
             self.give_back_waiting()
         elif self.claimed and not self._is_starting:
             self._is_starting = True
             self._start_some()
 
-    def _keep_if_late(self, claim: Claim) -> None:
-        """Have the claim kept where its job takes longer than its timeout, from the claim on."""
+    def _extend_if_late(self, claim: Claim) -> None:
+        """Have the claim extended where its job outlives its timeout, counted from the claim."""
         timeout = claim.job.timeout
         if timeout is not None and self._heartbeat is not None:
             moment = claim.asked_at + timeout.total_seconds() + LATE
-            self._heartbeat.keep_after[claim] = moment
+            self._heartbeat.extend_after[claim] = moment
 
     def _hear_first(self) -> None:
         """Take in what has come while the loop was blocked, before more jobs begin."""
@@ -403,7 +403,7 @@ class Executor:
             del self.running[claim]
             self._running_jobs.discard(claim.job.id)
         if self._heartbeat is not None:
-            self._heartbeat.keep_after.pop(claim, None)
+            self._heartbeat.extend_after.pop(claim, None)
 
     def give_back(self, claim: Claim) -> None:
         """Release a claim, whatever its handler does."""

@@ -1,4 +1,4 @@
-"""Heartbeats, and periodic duties of a living worker."""
+"""A worker's heartbeats, and extensions of claims whose jobs outlive their timeout."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["Heartbeat", "HeartbeatThread", "clock"]
 
 log = logger("pgdefer.worker")
 
-# How often to look for jobs that outlive their timeout, and to keep their claims, in seconds: reap
-# waits 10 s after a timeout. The lease is longer than that, which tells such claims apart.
+# How often to look for jobs that outlive their timeout, and to extend their claims, in seconds:
+# reap waits 10 s after a timeout. The lease is longer than that, which tells such claims apart.
 LOOK = 3.0
 SHORTEST_LEASE = 15.0
 # How long a heartbeat over the worker's own connection may take before it is sent over another.
@@ -105,11 +105,12 @@ class _Sent(NamedTuple):
 
 
 class Heartbeat:
-    """Heartbeats, in a thread, an event loop and a connection of their own.
+    """Heartbeats, in a thread and an event loop of their own.
 
-    With `over`, they can go over the worker's own connection, as long as its loop answers: where
-    that can't be opened which is theirs. Of several workers they go there first; else over one of
-    their own, if `is_needed` says that jobs run.
+    Those of a worker that has the thread to itself go over a connection of their own and, if that
+    can't be opened, over the worker's (`over`), as long as its loop answers. Those of several
+    workers, which share a thread, go over the worker's connection and, if that fails while jobs run
+    (`is_needed`), over one of their own.
 
     The callbacks are called in the worker's loop: `on_beat` after each heartbeat that was answered,
     with (id, claim, reason) of the jobs to abort; `on_gone` when the worker was declared dead;
@@ -138,11 +139,11 @@ class Heartbeat:
         self._on_gone = on_gone
         self._on_lost = on_lost
         self._outer = asyncio.get_running_loop()
-        # Set to send a heartbeat now, or to keep claims.
+        # Set to send a heartbeat now, or to extend claims.
         self._event: asyncio.Event | None = None
         self._was_poked = False
         #: The time, by `clock`, after which the claim of a job must be kept.
-        self.keep_after: dict[Claim, float] = {}
+        self.extend_after: dict[Claim, float] = {}
         self._lease = interval_text(dt.timedelta(seconds=max(dead_after, SHORTEST_LEASE)))
         # Less than a call may take: that would be cut off and be busy still, and be in the way.
         patience = min(ROW_PATIENCE, interval / 2)
@@ -192,9 +193,9 @@ class Heartbeat:
             self._event.set()
 
     def _outlived(self) -> list[Claim]:
-        """Return the claims that must be kept, in the order of their moments."""
+        """Return the claims that must be extended, in the order of their moments."""
         now = clock()
-        moments = self.keep_after.copy()
+        moments = self.extend_after.copy()
         late = [claim for claim, moment in moments.items() if moment <= now]
         return sorted(late, key=moments.__getitem__)
 
@@ -306,12 +307,12 @@ class Heartbeat:
             return error
 
     async def _rest(self, connection: Connection, delay: float) -> None:
-        """Wait until the next heartbeat, or until poked; meanwhile keep claims that need it."""
+        """Wait until the next heartbeat, or until poked; meanwhile extend claims that need it."""
         assert self._event is not None
         end = time.monotonic() + delay
         while not self._is_stopped:
             self._event.clear()
-            await self._keep(connection, end)
+            await self._extend_late(connection, end)
             left = end - time.monotonic()
             if left <= 0 or self._was_poked:
                 return
@@ -319,8 +320,8 @@ class Heartbeat:
                 async with asyncio.timeout(left):
                     await self._event.wait()
 
-    async def _keep(self, connection: Connection, end: float) -> None:
-        """Keep the claims of jobs that outlive their timeout: their locks and slots are in use.
+    async def _extend_late(self, connection: Connection, end: float) -> None:
+        """Extend the claims of jobs that outlive their timeout: their locks and slots are in use.
 
         This happens here, outside of the worker's loop, because a handler may block that. At the
         `end`, or when poked, the next heartbeat goes first.
@@ -347,12 +348,12 @@ class Heartbeat:
                 return
             except psycopg.Error as error:
                 if sqlstate_of(error) in ("QJ001", "QJ002"):
-                    self.keep_after.pop(claim, None)
+                    self.extend_after.pop(claim, None)
                     self._tell(self._on_lost, claim)
                 else:
                     log.warning("%r: its claim could not be kept: %s", job, describe(error))
-                    if claim in self.keep_after:
-                        self.keep_after[claim] = clock()  # next time after the others
+                    if claim in self.extend_after:
+                        self.extend_after[claim] = clock()  # next time after the others
 
     def _tell(self, callback: Callable[[Any], None], value: object) -> None:
         with contextlib.suppress(RuntimeError):

@@ -25,7 +25,7 @@ from pgdefer.worker.heartbeat import HeartbeatThread, clock
 from pgdefer.worker.options import WorkerOptions, check_options
 from pgdefer.worker.prefetch import MOST_OF_MANY
 from pgdefer.worker.probes import Answer, Probes, answer
-from pgdefer.worker.shared_slots import Share, SharedSlots
+from pgdefer.worker.shared_slots import DatabaseSlots, SharedSlots
 from pgdefer.worker.threads import Threads
 from pgdefer.worker.turnstile import Turnstile
 from pgdefer.worker.uncancelled import to_the_end
@@ -338,19 +338,19 @@ class MultiWorker:
 
     def _worker(self, served: _Served) -> Worker:
         worker = Worker(served.app(self.app), self._queues, **self._options)
-        share = served.share = Share(self._slots, worker.slots[0])
-        share.start_next = functools.partial(worker.executor.start_next, share)
-        share.on_turn, share.on_rest = worker.state.hint, worker.rest
-        worker.slots = [share]
-        worker.concurrency, worker.shared = share.size, self._shared
+        slots = served.own_slots = DatabaseSlots(self._slots, worker.slots[0])
+        slots.start_next = functools.partial(worker.executor.start_next, slots)
+        slots.on_turn, slots.on_rest = worker.state.hint, worker.rest
+        worker.slots = [slots]
+        worker.concurrency, worker.shared = slots.size, self._shared
         served.worker = worker
         return worker
 
     def _forget(self, served: _Served, worker: Worker) -> None:
         """Add up what a worker has done."""
         served.worker = None
-        if served.share is not None:
-            self._slots.forget(served.share)
+        if served.own_slots is not None:
+            self._slots.forget(served.own_slots)
         self._finished += worker.finished
         self._given_back += worker.given_back
         self._unreported += worker.unreported
@@ -382,7 +382,7 @@ class _Served:
         source = Source(database.dsn, pgbouncer=client.source.pgbouncer)
         self.client = client.bound(source)
         self.worker: Worker | None = None
-        self.share: Share | None = None
+        self.own_slots: DatabaseSlots | None = None
         self.stopped = asyncio.Event()
         self.said = ""
 

@@ -24,7 +24,7 @@ from pgdefer.worker.heartbeat import clock
 from pgdefer.worker.prefetch import AHEAD, WEIGHT
 from pgdefer.worker.slots import Slots
 
-__all__ = ["Share", "SharedSlots"]
+__all__ = ["DatabaseSlots", "SharedSlots"]
 
 # How long a turn, or a call that asks for jobs, may take before others get what it was given, in
 # seconds.
@@ -59,15 +59,15 @@ class SharedSlots:
         self._gap = AHEAD
         self._freed_at = 0.0
         # Those that wait for a turn, or with a claimed job for a slot: the first comes next.
-        self._wanting: dict[Share, None] = {}
-        self.starting: dict[Share, None] = {}
+        self._wanting: dict[DatabaseSlots, None] = {}
+        self.starting: dict[DatabaseSlots, None] = {}
         # What was promised to whom, and when: turns, and calls under way.
-        self._promised: dict[Share, tuple[int, float]] = {}
+        self._promised: dict[DatabaseSlots, tuple[int, float]] = {}
         # Whose turn lasts for several calls: for how many more jobs; when the last answer came.
-        self._turns: dict[Share, tuple[int, float]] = {}
+        self._turns: dict[DatabaseSlots, tuple[int, float]] = {}
         # Whether the last turn went to one with a backlog.
         self._was_backlog = False
-        self._recent: dict[Share, None] = {}
+        self._recent: dict[DatabaseSlots, None] = {}
         self._is_called = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -79,90 +79,90 @@ class SharedSlots:
             gap = max(gap, since)
         return 0 if gap >= AHEAD else min(self._most_ahead, int(AHEAD / max(gap, 1e-6)))
 
-    def ahead_of(self, share: Share) -> int:
+    def ahead_of(self, slots: DatabaseSlots) -> int:
         """How many of them may be one worker's: one, if it has no backlog."""
-        if share.has_filters:
+        if slots.has_filters:
             return 0
-        return min(self.ahead, 1) if share.found_few_ahead else self.ahead
+        return min(self.ahead, 1) if slots.found_few_ahead else self.ahead
 
-    def room(self, share: Share) -> int:
+    def room(self, slots: DatabaseSlots) -> int:
         """Return how many more jobs a worker may claim, without what others were promised."""
         oldest = clock() - PATIENCE
         promised = sum(
             jobs
             for other, (jobs, at) in self._promised.items()
-            if at > oldest and other is not share
+            if at > oldest and other is not slots
         )
         free = self.size - self.used - promised
-        if share.takes_ahead:
+        if slots.takes_ahead:
             return free + self.ahead
         # It gets one even where no slot is free: others' jobs may be claimed ahead all the time.
-        return max(free, min(free + self.ahead, self.ahead_of(share)))
+        return max(free, min(free + self.ahead, self.ahead_of(slots)))
 
-    def wanted(self, share: Share) -> int:
+    def wanted(self, slots: DatabaseSlots) -> int:
         """Return how many jobs a worker may ask for now; without any, it gets a turn later."""
-        own = share.size - share.used + self.ahead_of(share)
+        own = slots.size - slots.used + self.ahead_of(slots)
         if own <= 0:
             return 0
-        turn, at = self._promised.get(share, (0, 0.0))
+        turn, at = self._promised.get(slots, (0, 0.0))
         if turn and at <= clock() - PATIENCE:
             turn = 0
-        if not turn and (not self._wanting or share in self._turns):
-            turn = self._batch(share, is_busy=True)
+        if not turn and (not self._wanting or slots in self._turns):
+            turn = self._batch(slots, is_busy=True)
         if turn <= 0:
-            self._wanting.setdefault(share)
+            self._wanting.setdefault(slots)
             self.look_soon()
             return 0
         return min(turn, own)
 
-    def _batch(self, share: Share, *, is_busy: bool) -> int:
+    def _batch(self, slots: DatabaseSlots, *, is_busy: bool) -> int:
         """Return how many jobs one of those that want some may claim.
 
         While all slots are taken, the jobs that wait for one leave time for a whole batch.
         """
-        room, whole = self.room(share), self.ahead // HOLDERS
-        if is_busy and share.takes_ahead and room < whole:
+        room, whole = self.room(slots), self.ahead // HOLDERS
+        if is_busy and slots.takes_ahead and room < whole:
             return 0
         return min(room, max(math.ceil(room / (len(self._wanting) + 1)), whole))
 
-    def begun(self, share: Share) -> None:
+    def begun(self, slots: DatabaseSlots) -> None:
         """Take note that a job of this database has started."""
         if not self.running:
             self._freed_at = clock()
         self.running += 1
-        self._recent.pop(share, None)
+        self._recent.pop(slots, None)
 
-    def promise(self, share: Share, jobs: int) -> None:
+    def promise(self, slots: DatabaseSlots, jobs: int) -> None:
         """Take note that a worker is about to claim so many jobs; 0: no more."""
-        self._wanting.pop(share, None)
+        self._wanting.pop(slots, None)
         if jobs:
-            self._promised[share] = jobs, clock()
+            self._promised[slots] = jobs, clock()
         else:
-            self._promised.pop(share, None)
+            self._promised.pop(slots, None)
             self.look_soon()
 
-    def answered(self, share: Share, asked: int, came: int) -> None:
+    def answered(self, slots: DatabaseSlots, asked: int, came: int) -> None:
         """Take note that a call was answered; the turn goes on if that was all it asked for."""
-        left, _ = self._turns.pop(share, (0, 0.0))
+        left, _ = self._turns.pop(slots, (0, 0.0))
         if came == asked < left:
-            self._turns[share] = left - came, clock()
-        self.promise(share, 0)
+            self._turns[slots] = left - came, clock()
+        self.promise(slots, 0)
 
-    def freed(self, share: Share) -> None:
+    def freed(self, slots: DatabaseSlots) -> None:
         """Take note that a job of this database has ended."""
         self.running -= 1
         now = clock()
         self._gap += (min(now - self._freed_at, AHEAD) - self._gap) * WEIGHT
         self._freed_at = now
-        if not share.running:
-            self._recent[share] = None
+        if not slots.running:
+            self._recent[slots] = None
             if len(self._recent) > self._keep and (oldest := pop_first(self._recent)) is not None:
                 oldest.on_rest()
 
-    def forget(self, share: Share) -> None:
+    def forget(self, slots: DatabaseSlots) -> None:
         """Take note that a worker has ended."""
         for each in (self._wanting, self.starting, self._promised, self._turns, self._recent):
-            each.pop(share, None)
+            each.pop(slots, None)
         self.look_soon()
 
     def look_soon(self) -> None:
@@ -181,12 +181,12 @@ class SharedSlots:
 
     def _start_waiting(self) -> None:
         """Start claimed jobs where slots are free."""
-        passed: list[Share] = []
-        while self.running < self.size and (share := pop_first(self.starting)) is not None:
-            if self._start_some(share):
-                self.starting[share] = None
-            elif share.running >= share.size:
-                passed.append(share)
+        passed: list[DatabaseSlots] = []
+        while self.running < self.size and (slots := pop_first(self.starting)) is not None:
+            if self._start_some(slots):
+                self.starting[slots] = None
+            elif slots.running >= slots.size:
+                passed.append(slots)
         self.starting |= dict.fromkeys(passed)
 
     def _give_turns(self) -> None:
@@ -194,47 +194,47 @@ class SharedSlots:
         now = clock()
         self._promised = {on: p for on, p in self._promised.items() if p[1] > now - PATIENCE}
         self._turns = {on: t for on, t in self._turns.items() if t[1] > now - PATIENCE}
-        for share in self._in_order():
-            is_next = share not in self._turns
-            jobs = self._batch(share, is_busy=self.running >= self.size)
+        for slots in self._in_order():
+            is_next = slots not in self._turns
+            jobs = self._batch(slots, is_busy=self.running >= self.size)
             if jobs > 0:
                 if is_next:
-                    self._begin_turn(share, TURN * jobs)
-                self.promise(share, jobs)
-                share.take_turn()
+                    self._begin_turn(slots, TURN * jobs)
+                self.promise(slots, jobs)
+                slots.take_turn()
                 if is_next and len(self._turns) >= HOLDERS:
                     break
-            elif share.takes_ahead:
+            elif slots.takes_ahead:
                 break
 
-    def _begin_turn(self, share: Share, jobs: int) -> None:
-        self._was_backlog = share.has_backlog
-        if self.ahead and share.takes_ahead:
-            self._turns[share] = jobs, clock()
+    def _begin_turn(self, slots: DatabaseSlots, jobs: int) -> None:
+        self._was_backlog = slots.has_backlog
+        if self.ahead and slots.takes_ahead:
+            self._turns[slots] = jobs, clock()
 
-    def _in_order(self) -> list[Share]:
+    def _in_order(self) -> list[DatabaseSlots]:
         """Return those that want jobs: first those whose turn it is.
 
         Where jobs are short, then one with a backlog and one without, while too few have a turn.
         """
         if not self.ahead:
             return list(self._wanting)
-        first = [share for share in self._turns if share in self._wanting]
+        first = [slots for slots in self._turns if slots in self._wanting]
         if len(self._turns) >= HOLDERS:
             return first
-        both: tuple[list[Share], list[Share]] = [], []
-        for share in self._wanting:
-            if share not in self._turns:
-                both[share.has_backlog is self._was_backlog].append(share)
+        both: tuple[list[DatabaseSlots], list[DatabaseSlots]] = [], []
+        for slots in self._wanting:
+            if slots not in self._turns:
+                both[slots.has_backlog is self._was_backlog].append(slots)
         pairs = itertools.zip_longest(*both)
-        return first + [share for pair in pairs for share in pair if share is not None]
+        return first + [slots for pair in pairs for slots in pair if slots is not None]
 
-    def _start_some(self, share: Share) -> bool:
+    def _start_some(self, slots: DatabaseSlots) -> bool:
         """Start jobs that wait, one or a batch; return whether more of them may start."""
         for _ in range(max(1, self.ahead // HOLDERS)):
             if self.running >= self.size:
                 break
-            if share.running >= share.size or not share.start_next():
+            if slots.running >= slots.size or not slots.start_next():
                 return False
         return True
 
@@ -243,7 +243,7 @@ class SharedSlots:
         self.look_soon()
 
 
-class Share(Slots):
+class DatabaseSlots(Slots):
     """The slots of one database: `per_database` of those that are shared."""
 
     def __init__(self, shared: SharedSlots, like: Slots) -> None:
@@ -353,7 +353,7 @@ def pop_first(queue: dict[T, None]) -> T | None:
 
 
 def _no_more() -> bool:
-    """Start nothing: the share has no worker yet."""
+    """Start nothing: these slots have no worker yet."""
     return False
 
 

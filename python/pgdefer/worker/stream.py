@@ -82,7 +82,7 @@ class ClaimedJob(JobContext):
             error = PgDeferError(error)
         elif not isinstance(error, BaseException):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
-        options = None if decision is None else decision.to_json()
+        options = None if decision is None else decision.as_options()
         self._claim.job._error = error
         outcome = outcomes.failed(self.id, self.claim, error, options)
         self._end(outcomes.with_steps(outcome, self.steps.take_kept()))

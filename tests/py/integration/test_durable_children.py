@@ -151,8 +151,8 @@ async def test_what_is_no_prepared_job_is_refused(app: App, is_async: bool) -> N
     async with running(app):
         await job.result_async(60)
     assert [text.partition(", not ")[0] for text in said] == [
-        "pass task.prepare(...)",
-        "pass task.prepare(...)",
-        "pass a list of prepared jobs",
-        "pass task.prepare(...)",
+        "a call must come from task.prepare(...)",
+        "a call must come from task.prepare(...)",
+        "calls must be a list",
+        "a call must come from task.prepare(...)",
     ]

@@ -30,7 +30,7 @@ from pgdefer.database.server import EmbeddedServer
 from pgdefer.database.sql import FETCH, Statement
 from pgdefer.worker.heartbeat import Heartbeat
 from pgdefer.worker.listener import OnlyConnection
-from pgdefer.worker.shared_slots import Share, SharedSlots
+from pgdefer.worker.shared_slots import DatabaseSlots, SharedSlots
 from support import install
 
 from .conftest import until
@@ -530,9 +530,9 @@ async def test_what_may_be_asked_for_may_change_at_any_moment(
     app = App()
     ran: list[str] = []
     batch = SharedSlots._batch
-    looks: collections.Counter[Share] = collections.Counter()
+    looks: collections.Counter[DatabaseSlots] = collections.Counter()
 
-    def once(shared: SharedSlots, share: Share, *, is_busy: bool) -> int:
+    def once(shared: SharedSlots, share: DatabaseSlots, *, is_busy: bool) -> int:
         looks[share] += 1
         return 0 if looks[share] == 2 else batch(shared, share, is_busy=is_busy)
 

@@ -1797,7 +1797,7 @@ async def test_a_claim_that_was_ended_before_it_could_be_kept(
             lambda: conn.execute("select queue.reap()") and jobs.states()[job.id] == "failed"
         )
         (running_job,) = worker.executor.running
-        worker.heartbeat.keep_after[running_job] = clock()
+        worker.heartbeat.extend_after[running_job] = clock()
         await until(lambda: ended == [how])
         await until(lambda: not worker.executor.running)
     app.close()

@@ -191,11 +191,11 @@ async def test_a_timeout_aborts_and_interrupts() -> None:
     bench = Bench()
     claim = bench.claim(1, dt.timedelta(0))
     bench.executor.take([claim])
-    assert claim in bench.heartbeat.keep_after
+    assert claim in bench.heartbeat.extend_after
     await until(lambda: len(bench.runner.told) == 3)
     assert bench.runner.told == [("start", 1), (TIMED_OUT, 1), ("interrupt", 1)]
     bench.executor.ended(claim, Settled("succeeded", "succeeded"))
-    assert claim not in bench.heartbeat.keep_after
+    assert claim not in bench.heartbeat.extend_after
 
 
 async def test_an_abort_is_told_once_and_before_the_start_it_prevents_it() -> None:

@@ -28,7 +28,7 @@ LAYERS = [
     client.calls client.calls_async
     client.client
     tasks.need tasks.steps tasks.answers tasks.parameters tasks.versions
-    tasks.children tasks.raised tasks.interruptible tasks.error_report
+    tasks.prepared_job tasks.raised tasks.interruptible tasks.error_report
     tasks.schedule tasks.infos tasks.option_checks
     tasks.needs tasks.needs_async tasks.job_calls tasks.job_calls_async
     tasks.tries

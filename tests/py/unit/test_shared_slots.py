@@ -6,11 +6,11 @@ import asyncio
 
 import pytest
 
-from pgdefer.worker.shared_slots import PATIENCE, TURN, Share, SharedSlots
+from pgdefer.worker.shared_slots import PATIENCE, TURN, DatabaseSlots, SharedSlots
 from pgdefer.worker.slots import Slots
 
 
-class Player(Share):
+class Player(DatabaseSlots):
     """A share whose worker only counts its turns."""
 
     def __init__(self, shared: SharedSlots) -> None:

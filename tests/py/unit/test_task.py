@@ -181,8 +181,8 @@ def test_a_dsn_keeps_what_it_says() -> None:
 
 
 def test_max_crashes_of_none_is_never() -> None:
-    assert Retry(1).to_json() == {"max_attempts": 1}
-    assert Retry(1, max_crashes=None).to_json() == {"max_attempts": 1, "max_crashes": None}
-    assert Retry(1, max_crashes=5).to_json() == {"max_attempts": 1, "max_crashes": 5}
+    assert Retry(1).as_options() == {"max_attempts": 1}
+    assert Retry(1, max_crashes=None).as_options() == {"max_attempts": 1, "max_crashes": None}
+    assert Retry(1, max_crashes=5).as_options() == {"max_attempts": 1, "max_crashes": 5}
     assert Retry(1) == Retry(1)
     assert "max_crashes=not set" in repr(Retry(1))

@@ -15,7 +15,8 @@ from pgdefer.database.callers import OWN, AnyConnection
 from pgdefer.errors import InvalidParameter, sqlstate_of
 from pgdefer.options import DeferOptions
 from pgdefer.tasks.job import Job
-from pgdefer.tasks.prepared import PreparedJob, deferring
+from pgdefer.tasks.prepared import deferring
+from pgdefer.tasks.prepared_job import PreparedJob
 
 __all__ = ["Deferring"]
 

@@ -14,7 +14,8 @@ from pgdefer.database.callers import OWN, AnyAsyncConnection
 from pgdefer.errors import InvalidParameter, sqlstate_of
 from pgdefer.options import DeferOptions
 from pgdefer.tasks.job import Job
-from pgdefer.tasks.prepared import PreparedJob, deferring
+from pgdefer.tasks.prepared import deferring
+from pgdefer.tasks.prepared_job import PreparedJob
 
 __all__ = ["AsyncDeferring"]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from pgdefer.app import App
 from pgdefer.options import IN_TEMPLATES
-from pgdefer.tasks.prepared import PreparedJob
+from pgdefer.tasks.prepared_job import PreparedJob
 
 __all__ = ["PARTS", "SLOTS", "KeyedJob", "ShardMap", "key_of", "part_of", "shard_of"]
 

@@ -29,7 +29,8 @@ from pgdefer.errors import DecodeError
 from pgdefer.options import DeferOptions, defer_parameters, job_id
 from pgdefer.tasks.failure_policy import HandlingOptions
 from pgdefer.tasks.job import Job as DeferredJob
-from pgdefer.tasks.prepared import PreparedJob, deferring
+from pgdefer.tasks.prepared import deferring
+from pgdefer.tasks.prepared_job import PreparedJob
 
 __all__ = ["PgDeferBackend", "PgDeferTask"]
 

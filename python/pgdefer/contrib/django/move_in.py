@@ -20,7 +20,7 @@ from pgdefer.contrib.django.backend import PgDeferBackend, PgDeferTask
 from pgdefer.database import moving
 from pgdefer.errors import PgDeferError
 from pgdefer.options import limit_of_semaphore
-from pgdefer.tasks.prepared import PreparedJob
+from pgdefer.tasks.prepared_job import PreparedJob
 
 __all__ = ["move_in"]
 

@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from .actions import ACTIONS
 from .database import ABOUT, Database, LoginRefused, Refused, Unreachable, login_with
-from .failures import failed, failure, told
+from .failures import error_handler, error_page, page_for
 from .figures import Figures
 from .pool import Full, Pool
 from .sessions import Session, Sessions
@@ -121,11 +121,11 @@ class Page:
         for path, act in ACTIONS.items():
             routes.append(Route(path, self._writes(act), methods=["POST"]))
         handlers: MutableMapping[Any, Any] = {
-            404: failed(404, "There is no such page."),
-            405: failed(405, "This page does not allow this method."),
-            500: failed(500, "The page failed. Its log says why."),
-            BadRequest: failed(400, "The form can't be read."),
-            TooLarge: failed(413, "The form is too large."),
+            404: error_handler(404, "There is no such page."),
+            405: error_handler(405, "This page does not allow this method."),
+            500: error_handler(500, "The page failed. Its log says why."),
+            BadRequest: error_handler(400, "The form can't be read."),
+            TooLarge: error_handler(413, "The form is too large."),
         }
         return Starlette(routes=routes, exception_handlers=handlers)
 
@@ -142,12 +142,12 @@ class Page:
     def _writes(self, act: Handler) -> Callable[[Request], Any]:
         def write(visit: Visit) -> Response:
             if not visit.session.has_sent(visit.form.text("token")):
-                return failure(visit.request, 403, OUT_OF_DATE)
+                return error_page(visit.request, 403, OUT_OF_DATE)
             return act(visit)
 
         async def answer(request: Request) -> Response:
             if not _is_own(request):
-                return failure(request, 403, OTHER_SITE)
+                return error_page(request, 403, OTHER_SITE)
             form = await read_form(request)
             return await run_in_threadpool(self._answer, request, form, write)
 
@@ -165,7 +165,7 @@ class Page:
         except LoginRefused:
             return self._to_login(request)
         except Exception as error:
-            answer = told(request, error)
+            answer = page_for(request, error)
             if answer is None:
                 raise
             return answer
@@ -175,7 +175,7 @@ class Page:
 
     def _to_login(self, request: Request) -> Response:
         if self._role_header is not None:
-            return failure(request, 403, "The proxy has named no role that may see this page.")
+            return error_page(request, 403, "The proxy has named no role that may see this page.")
         query = {"next": _below(request)} if request.method != "POST" else {}
         if COOKIE in request.cookies:
             query["ended"] = "1"
@@ -265,13 +265,13 @@ class Page:
 
     async def _logout(self, request: Request) -> Response:
         if not _is_own(request):
-            return failure(request, 403, OTHER_SITE)
+            return error_page(request, 403, OTHER_SITE)
         form = await read_form(request)
         session = self._sessions.get(request.cookies.get(COOKIE, ""))
         if session is None:
             return self._to_login(request)
         if not session.has_sent(form.text("token")):
-            return failure(request, 403, OUT_OF_DATE)
+            return error_page(request, 403, OUT_OF_DATE)
         self._sessions.drop(session)
         response = RedirectResponse(f"{root_of(request)}/login", 303)
         response.delete_cookie(COOKIE, path=root_of(request) or "/")

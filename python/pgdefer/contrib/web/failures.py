@@ -13,23 +13,23 @@ from .pool import Full
 from .text import root_of
 from .visit import BadRequest, NotFound, templates
 
-__all__ = ["failed", "failure", "told"]
+__all__ = ["error_handler", "error_page", "page_for"]
 
 STATUS = {"QJ001": 404, "42501": 403, "54001": 400, "57014": 504}
 
 
-def told(request: Request, error: Exception) -> Response | None:
-    """Return the text to show for an error that is not the page's fault."""
+def page_for(request: Request, error: Exception) -> Response | None:
+    """Return the page for an error that is not the page's own fault; None for any other."""
     match error:
         case NotFound():
-            return failure(request, 404, "This does not exist, or your role may not see it.")
+            return error_page(request, 404, "This does not exist, or your role may not see it.")
         case BadRequest():
-            return failure(request, 400, "The address or the form can't be read.")
+            return error_page(request, 400, "The address or the form can't be read.")
         case Refused():
             status = STATUS.get(error.sqlstate, 400 if error.sqlstate < "42" else 409)
-            return failure(request, status, error.message, error.detail, error.hint)
+            return error_page(request, status, error.message, error.detail, error.hint)
         case Full():
-            return failure(
+            return error_page(
                 request,
                 503,
                 "All connections to the database are in use.",
@@ -37,11 +37,11 @@ def told(request: Request, error: Exception) -> Response | None:
                 again=request.method == "GET",
             )
         case Unreachable() if request.method == "GET":
-            return failure(
+            return error_page(
                 request, 503, "The database can't be reached.", "This page tries again.", again=True
             )
         case Unreachable():
-            return failure(
+            return error_page(
                 request,
                 503,
                 "The connection to the database was lost.",
@@ -50,7 +50,7 @@ def told(request: Request, error: Exception) -> Response | None:
     return None
 
 
-def failure(
+def error_page(
     request: Request,
     status: int,
     message: str,
@@ -66,10 +66,10 @@ def failure(
     return HTMLResponse(body, status)
 
 
-def failed(status: int, message: str) -> Callable[[Request, Exception], Any]:
+def error_handler(status: int, message: str) -> Callable[[Request, Exception], Any]:
     """Return a handler of exceptions that shows a message."""
 
     async def answer(request: Request, _error: Exception) -> Response:
-        return failure(request, status, message)
+        return error_page(request, status, message)
 
     return answer

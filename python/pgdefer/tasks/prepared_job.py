@@ -1,0 +1,40 @@
+"""A job that is not deferred yet."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Generic, TypeVar
+
+from pgdefer.options import JobOptions, as_list, defer_object
+
+__all__ = ["PreparedJob", "check_prepared", "jobs_json"]
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedJob(Generic[R_co]):
+    """A call of a task, for `defer_many` to defer with others."""
+
+    task: str
+    args: str = dataclasses.field(repr=False)
+    options: JobOptions
+
+    def to_json(self) -> str:
+        """Return the object that queue.defer_many takes."""
+        return defer_object(self.task, self.args, self.options)
+
+
+def check_prepared(calls: Iterable[PreparedJob[Any]]) -> list[PreparedJob[Any]]:
+    """Return calls. Raises TypeError for other objects, such as jobs that were already deferred."""
+    found = as_list("calls", calls)
+    for call in found:
+        if not isinstance(call, PreparedJob):
+            raise TypeError(f"a call must come from task.prepare(...), not {call!r}")
+    return found
+
+
+def jobs_json(calls: Iterable[PreparedJob[Any]]) -> str:
+    """Return the array that queue.defer_many takes."""
+    return f"[{','.join(call.to_json() for call in calls)}]"
