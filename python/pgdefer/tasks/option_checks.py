@@ -17,6 +17,7 @@ __all__ = ["check_cron", "check_options", "check_templates"]
 
 # The greatest value of each field of a cron expression, beginning with the seconds.
 FIELD_MAXIMA = (59, 59, 23, 31, 12, 7)
+NICKNAMES = ("@hourly", "@daily", "@midnight", "@weekly", "@monthly", "@yearly", "@annually")
 
 
 # What other queues call these options.
@@ -124,7 +125,11 @@ def check_cron(what: str, cron: Any) -> None:
     if not isinstance(cron, str) or not cron.strip():
         raise ValueError(f"{what}: a cron expression is needed, not {cron!r}")
     text = cron.strip()
-    if text.startswith("@") or text.lower().startswith("every"):
+    if text.startswith("@"):
+        if text.lower() not in NICKNAMES:
+            raise ValueError(f"{what}: {cron!r} is none of {', '.join(NICKNAMES)}")
+        return
+    if text.lower().startswith("every"):
         return
     fields = text.split()
     if len(fields) not in (5, 6):

@@ -48,8 +48,23 @@ _DEFERS = (
     sql.DEFER_GROUP,
     sql.DEFER_CHAIN,
 )
-
-
+# These change jobs that a worker could see, so those of the test are admitted first.
+_CHANGES = (
+    sql.CANCEL,
+    sql.CANCEL_CHILDREN,
+    sql.DELETE,
+    sql.DONE,
+    sql.FAIL_JOBS,
+    sql.HOLD,
+    sql.MOVE,
+    sql.RESCHEDULE,
+    sql.RETRY,
+    sql.RETRY_FAILED,
+    sql.SET_ARGS,
+    sql.SET_DEADLINE,
+    sql.SET_PRIORITY,
+    sql.UNHOLD,
+)
 # These only read, and are not refused: they need no savepoint.
 _READS = (sql.DEFERRED, sql.CLOCK)
 
@@ -125,6 +140,8 @@ class TestQueue(StandingIn, AskingQueue):
         defaults: Mapping[str, JobOptions] | None = None,
     ) -> Rows:
         """Run a statement on the test's connection, or on the caller's."""
+        if connection is OWN and statement in _CHANGES:
+            self._at_once(self._rehearse())
         rows = self._at_once(self._call(statement, parameters, connection, defaults))
         if self._runs_after(statement):
             self.run()
@@ -138,6 +155,8 @@ class TestQueue(StandingIn, AskingQueue):
         defaults: Mapping[str, JobOptions] | None = None,
     ) -> Rows:
         """Run a statement on the test's connection, or on the caller's."""
+        if connection is OWN and statement in _CHANGES:
+            await self._rehearse()
         rows = await self._call(statement, parameters, connection, defaults)
         if self._runs_after(statement):
             await self.run_async()
@@ -267,6 +286,7 @@ class TestQueue(StandingIn, AskingQueue):
             raise RuntimeError(f"{running_job()!r} can't run other jobs: the test runs them")
         ran: list[RanJob] = []
         self._is_running = True
+        self._worker = None  # the last one may have gone with a savepoint
         try:
             while some := await self._run_some(queues, waits=waits):
                 ran += some

@@ -186,6 +186,31 @@ def test_schedules_run_only_when_asked(shop: Shop, queue: TestQueue) -> None:
     assert second[1] - first[1] in (dt.timedelta(hours=h) for h in (23, 24, 25))
 
 
+def test_changes_of_a_job_that_the_test_has_deferred(shop: Shop, queue: TestQueue) -> None:
+    app = shop.app
+    jobs = [app.defer("greet", {"name": str(n)}) for n in range(6)]
+    jobs[0].cancel()
+    jobs[1].hold()
+    jobs[2].reschedule(dt.datetime.now(dt.UTC) + dt.timedelta(days=1))
+    jobs[3].set_priority(7)
+    jobs[4].delete()
+    jobs[5].set_args({"name": "other"})
+    assert [job.state for job in queue.deferred()] == [
+        *("cancelled", "held", "scheduled", "ready", "ready")
+    ]
+    assert [ran.result for ran in queue.run()] == ["hello 3", "hello other"]
+
+
+def test_a_savepoint_that_is_rolled_back(
+    shop: Shop, queue: TestQueue, connection: psycopg.Connection[Any]
+) -> None:
+    with connection.transaction(force_rollback=True):
+        shop.app.defer("greet", {"name": "Ann"})
+        assert len(queue.run()) == 1
+    shop.app.defer("greet", {"name": "Bob"})
+    assert [ran.result for ran in queue.run()] == ["hello Bob"]
+
+
 def test_transactional_tasks(
     shop: Shop, queue: TestQueue, connection: psycopg.Connection[Any]
 ) -> None:

@@ -91,6 +91,7 @@ AT_IMPORT: dict[str, tuple[Callable[[App], object], str]] = {
     "one name twice": (lambda app: [task(app), task(app, greet_async)], "there are two tasks"),
     "four fields": (recur("0 6 * *"), "a cron expression has 5"),
     "hour 25": (recur("0 25 * * *"), "25 in '0 25 * * *' is above 23"),
+    "no nickname": (recur("@hourli"), "'@hourli' is none of @hourly, @daily, "),
     "catch_up": (recur("0 6 * * *", catch_up="yes"), "one of 'none', 'latest', 'all'"),
     "a schedule's arguments": (recur("0 6 * * *", args={}), "missing a required argument: 'name'"),
 }
