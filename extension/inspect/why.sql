@@ -1,4 +1,4 @@
--- Explanations: why a job is not running, and which jobs come next.
+-- Explanations: why a job is not running.
 
 -- Raises: QJ001.
 create or replace function queue.why(id bigint)
@@ -81,67 +81,6 @@ end $$;
 comment on function queue.why(bigint) is
   'Explains why a job is not running: the job that holds its lock, the jobs that use its key, its needs,'
     ' how long it is paused or scheduled, or that no live worker serves its queue.';
-
-create or replace function queue.peek(queues text[] default null, n integer default 10)
-returns table (id bigint, task text, args jsonb, queue text, priority integer, lock text, attempts integer,
-  scheduled_at timestamptz, deadline timestamptz)
-language plpgsql stable parallel safe security definer rows 10
-set search_path = pg_catalog, pg_temp {{planner}} as $$
-declare
-  v_hidden jsonb;
-begin
-  {{if_restricted}}
-    queues := queue._narrow_queues('{worker,operator,reader}', queues);
-  end if;
-  if peek.n is null or peek.n < 1 then
-    perform queue._invalid('n must be at least 1', 'Pass how many jobs to show.');
-  end if;
-  v_hidden := queue._hidden_paths();
-  return query
-    select j.id, j.task, queue._cut(v_hidden -> j.task, j.args), j.queue,
-      j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
-    from (
-      select c.id, g.priority, c.deadline, c.first_id
-      from (
-        select l.queue, l.priority, array_agg(l.lane) as lanes, array_agg(l.low_deadline) as deadlines,
-          array_agg(l.low_id) as ids
-        from queue.lane l
-        where not l.is_idle and (l.paused_until is null or l.paused_until <= clock_timestamp())
-          and (peek.queues is null or exists (select from unnest(peek.queues) q
-            where queue._matches(l.queue, q)))
-          and (l.kind = {{lane_plain}} or not queue._is_queue_full(l.queue))
-        group by l.queue, l.priority) g
-      cross join lateral (
-        select aj.id, aj.deadline, first_value(aj.id) over (order by aj.deadline, aj.id) as first_id
-        from unnest(g.lanes, g.deadlines, g.ids) l (lane, deadline, id)
-        cross join lateral (
-          select aj.id, aj.deadline from queue.active_job aj
-          where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.deadline, l.id) and aj.claim is null
-          order by aj.deadline, aj.id limit peek.n) aj
-        order by aj.deadline, aj.id limit peek.n) c
-      union all
-      (select a.id, a.priority, coalesce(a.deadline, 'infinity'),
-        min(a.id) over (partition by a.queue, a.priority)
-       from queue.unadmitted a
-       where a.flags & {{held}} = 0 and a.needs is null
-         and coalesce(a.scheduled_at <= clock_timestamp(), true)
-         and (a.lock is null or not exists (select from queue.lock_member m where m.lock = a.lock))
-         and (peek.queues is null or exists (select from unnest(peek.queues) q
-           where queue._matches(a.queue, q)))
-         and coalesce(queue._paused_until(a.queue) <= clock_timestamp(), true)
-         and a.queue <> all (array(select c.queue from queue.queue_config c
-           where queue._is_queue_full(c.queue)))
-         and (not exists (select from queue.pause p where p.task is not null)
-           or coalesce(queue._task_paused_until(a.task, a.queue) <= clock_timestamp(), true))
-       order by a.priority desc, coalesce(a.deadline, 'infinity'), a.id limit peek.n)
-      order by priority desc, first_id, deadline, id limit peek.n) c
-    cross join lateral (select j.* from queue.jobs j where j.id = c.id offset 0) j
-    order by c.priority desc, c.first_id, c.deadline, c.id;
-end $$;
-comment on function queue.peek(text[], integer) is
-  'Returns the jobs that fetch would claim next, in order. Changes nothing. New jobs are shown even if a'
-    ' fetch will find that they wait for a limit or for other shares. Sensitive args read *** for all but the'
-    ' owner.';
 
 -- When the timeout or lease of a claim ends or has ended, that its timeout has passed, or that its worker has
 -- gone; empty text without any of these.

@@ -18180,7 +18180,7 @@ comment on function queue.set_args(bigint, jsonb) is
     ' a new *** in place of a sensitive value is refused. Returns its state.';
 
 -- operate/copy.sql
--- Copying a job, and claiming the next one without a worker.
+-- Copying a job.
 
 -- Locks: none but the sleep lock, shared and by try: it only appends, as defer does. Raises: 22023, QJ001.
 create or replace function queue.copy(id bigint, queue text default null)
@@ -18206,61 +18206,6 @@ comment on function queue.copy(bigint, text) is
   'Defers a new job with the same task, args and options, in a queue (NULL: the same), and returns its'
     ' id. The copy has its own history. It gets no queueing_lock, no idempotency_key, no group, no expires_at'
     ' that has passed, and only needs that still exist; it is held if the job is.';
-
--- Locks: as fetch. It needs a transaction of its own. The claim depends only on its lease: its worker is
--- removed at once.
--- Raises: 22023, QJ008.
-create or replace function queue.next(queues text[] default null, ack boolean default false,
-  lease interval default '20 minutes')
-returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,
-  attempt integer, scheduled_at timestamptz, deadline timestamptz, headers jsonb, expires_at timestamptz)
-language plpgsql volatile parallel unsafe security definer rows 1
-set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-declare
-  v_worker bigint;
-  v_found record;
-begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
-    queues := queue._narrow_queues('{operator}', queues);
-  end if;
-  perform queue._check_isolation();
-  if next.ack is not true and (next.lease is null or next.lease <= interval '0') then
-    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes''.');
-  end if;
-  perform queue._check_interval('lease', next.lease) where next.ack is not true;
-  v_worker := queue._register_worker('operator', queues, '{"listen": false}');
-  select queue._claim_by_options(v_worker, queues, 1, '{}', true, true) as ids into v_found;
-  select c.id, c.claim,
-    c.task, case when x.size <= 65536 then queue._cut(queue._hidden_paths() -> c.task, c.args) end,
-    c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
-    c.deadline,
-    case when x.size <= 65536 then c.headers end
-  into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, headers
-  from queue.claimed_job c
-  cross join lateral (
-    select coalesce(j.size, 0) as size from queue.job_now j where j.id = c.id) x
-  where c.id = v_found.ids[1];
-  if id is null or next.ack then
-    delete from queue.worker w where w.id = v_worker;
-    if id is null then
-      return;
-    end if;
-    perform queue._succeed(array[id], array[claim], null);
-    update queue.finished f set reason = 'operator' where f.id = next.id;
-  else
-    expires_at := queue._extend(id, claim, next.lease);
-    update queue.worker w set gone_at = clock_timestamp(), is_clear = true where w.id = v_worker;
-  end if;
-  perform queue._audit_jobs('next', jsonb_build_object('queues', queues, 'ack', ack, 'lease', lease),
-    array[id], jsonb_build_array(jsonb_build_object('id', id, 'state', 'ready', 'queue', queue)));
-  return next;
-end $$;
-comment on function queue.next(text[], boolean, interval) is
-  'Claims the next job of queues (names, prefix*, *; NULL: all) by hand, for queue.succeed, fail or'
-    ' release with its id and claim. The claim has its own lease, and counts as crashed when that ends'
-    ' (expires_at); queue.extend renews it. With ack => true the job is marked succeeded immediately, reason'
-    ' operator. No row: there is no job. Args of more than 64 kB are left out: read them in queue.jobs.'
-    ' Sensitive args read *** for all but the owner.';
 
 -- Appends a copy of a job, with further flags, and returns its id. It wakes nobody. The copy does not need
 -- the jobs that the original awaits. But a copy that continues with the steps of the original (flag
@@ -18329,6 +18274,64 @@ begin
   end if;
   return v_id;
 end $$;
+
+-- operate/next.sql
+-- Claiming the next job without a worker.
+
+-- Locks: as fetch. It needs a transaction of its own. The claim depends only on its lease: its worker is
+-- removed at once.
+-- Raises: 22023, QJ008.
+create or replace function queue.next(queues text[] default null, ack boolean default false,
+  lease interval default '20 minutes')
+returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,
+  attempt integer, scheduled_at timestamptz, deadline timestamptz, headers jsonb, expires_at timestamptz)
+language plpgsql volatile parallel unsafe security definer rows 1
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+declare
+  v_worker bigint;
+  v_found record;
+begin
+  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+    queues := queue._narrow_queues('{operator}', queues);
+  end if;
+  perform queue._check_isolation();
+  if next.ack is not true and (next.lease is null or next.lease <= interval '0') then
+    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes''.');
+  end if;
+  perform queue._check_interval('lease', next.lease) where next.ack is not true;
+  v_worker := queue._register_worker('operator', queues, '{"listen": false}');
+  select queue._claim_by_options(v_worker, queues, 1, '{}', true, true) as ids into v_found;
+  select c.id, c.claim,
+    c.task, case when x.size <= 65536 then queue._cut(queue._hidden_paths() -> c.task, c.args) end,
+    c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
+    c.deadline,
+    case when x.size <= 65536 then c.headers end
+  into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, headers
+  from queue.claimed_job c
+  cross join lateral (
+    select coalesce(j.size, 0) as size from queue.job_now j where j.id = c.id) x
+  where c.id = v_found.ids[1];
+  if id is null or next.ack then
+    delete from queue.worker w where w.id = v_worker;
+    if id is null then
+      return;
+    end if;
+    perform queue._succeed(array[id], array[claim], null);
+    update queue.finished f set reason = 'operator' where f.id = next.id;
+  else
+    expires_at := queue._extend(id, claim, next.lease);
+    update queue.worker w set gone_at = clock_timestamp(), is_clear = true where w.id = v_worker;
+  end if;
+  perform queue._audit_jobs('next', jsonb_build_object('queues', queues, 'ack', ack, 'lease', lease),
+    array[id], jsonb_build_array(jsonb_build_object('id', id, 'state', 'ready', 'queue', queue)));
+  return next;
+end $$;
+comment on function queue.next(text[], boolean, interval) is
+  'Claims the next job of queues (names, prefix*, *; NULL: all) by hand, for queue.succeed, fail or'
+    ' release with its id and claim. The claim has its own lease, and counts as crashed when that ends'
+    ' (expires_at); queue.extend renews it. With ack => true the job is marked succeeded immediately, reason'
+    ' operator. No row: there is no job. Args of more than 64 kB are left out: read them in queue.jobs.'
+    ' Sensitive args read *** for all but the owner.';
 
 -- operate/fork.sql
 -- Going back: a job, or a copy of it, continues from one of its steps.
@@ -19718,7 +19721,7 @@ begin
 end $$;
 
 -- inspect/why.sql
--- Explanations: why a job is not running, and which jobs come next.
+-- Explanations: why a job is not running.
 
 -- Raises: QJ001.
 create or replace function queue.why(id bigint)
@@ -19801,67 +19804,6 @@ end $$;
 comment on function queue.why(bigint) is
   'Explains why a job is not running: the job that holds its lock, the jobs that use its key, its needs,'
     ' how long it is paused or scheduled, or that no live worker serves its queue.';
-
-create or replace function queue.peek(queues text[] default null, n integer default 10)
-returns table (id bigint, task text, args jsonb, queue text, priority integer, lock text, attempts integer,
-  scheduled_at timestamptz, deadline timestamptz)
-language plpgsql stable parallel safe security definer rows 10
-set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
-declare
-  v_hidden jsonb;
-begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
-    queues := queue._narrow_queues('{worker,operator,reader}', queues);
-  end if;
-  if peek.n is null or peek.n < 1 then
-    perform queue._invalid('n must be at least 1', 'Pass how many jobs to show.');
-  end if;
-  v_hidden := queue._hidden_paths();
-  return query
-    select j.id, j.task, queue._cut(v_hidden -> j.task, j.args), j.queue,
-      j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
-    from (
-      select c.id, g.priority, c.deadline, c.first_id
-      from (
-        select l.queue, l.priority, array_agg(l.lane) as lanes, array_agg(l.low_deadline) as deadlines,
-          array_agg(l.low_id) as ids
-        from queue.lane l
-        where not l.is_idle and (l.paused_until is null or l.paused_until <= clock_timestamp())
-          and (peek.queues is null or exists (select from unnest(peek.queues) q
-            where queue._matches(l.queue, q)))
-          and (l.kind = 0/* lane_plain */ or not queue._is_queue_full(l.queue))
-        group by l.queue, l.priority) g
-      cross join lateral (
-        select aj.id, aj.deadline, first_value(aj.id) over (order by aj.deadline, aj.id) as first_id
-        from unnest(g.lanes, g.deadlines, g.ids) l (lane, deadline, id)
-        cross join lateral (
-          select aj.id, aj.deadline from queue.active_job aj
-          where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.deadline, l.id) and aj.claim is null
-          order by aj.deadline, aj.id limit peek.n) aj
-        order by aj.deadline, aj.id limit peek.n) c
-      union all
-      (select a.id, a.priority, coalesce(a.deadline, 'infinity'),
-        min(a.id) over (partition by a.queue, a.priority)
-       from queue.unadmitted a
-       where a.flags & 32/* held */ = 0 and a.needs is null
-         and coalesce(a.scheduled_at <= clock_timestamp(), true)
-         and (a.lock is null or not exists (select from queue.lock_member m where m.lock = a.lock))
-         and (peek.queues is null or exists (select from unnest(peek.queues) q
-           where queue._matches(a.queue, q)))
-         and coalesce(queue._paused_until(a.queue) <= clock_timestamp(), true)
-         and a.queue <> all (array(select c.queue from queue.queue_config c
-           where queue._is_queue_full(c.queue)))
-         and (not exists (select from queue.pause p where p.task is not null)
-           or coalesce(queue._task_paused_until(a.task, a.queue) <= clock_timestamp(), true))
-       order by a.priority desc, coalesce(a.deadline, 'infinity'), a.id limit peek.n)
-      order by priority desc, first_id, deadline, id limit peek.n) c
-    cross join lateral (select j.* from queue.jobs j where j.id = c.id offset 0) j
-    order by c.priority desc, c.first_id, c.deadline, c.id;
-end $$;
-comment on function queue.peek(text[], integer) is
-  'Returns the jobs that fetch would claim next, in order. Changes nothing. New jobs are shown even if a'
-    ' fetch will find that they wait for a limit or for other shares. Sensitive args read *** for all but the'
-    ' owner.';
 
 -- When the timeout or lease of a claim ends or has ended, that its timeout has passed, or that its worker has
 -- gone; empty text without any of these.
@@ -20038,6 +19980,71 @@ begin
      from queue.jobs j where j.id = v_id),
     format('its lock %s is free; the next fetch or tick passes it on', p_lock));
 end $$;
+
+-- inspect/peek.sql
+-- The jobs that a fetch would give next.
+-- Tests: inspect/why.sql.
+
+create or replace function queue.peek(queues text[] default null, n integer default 10)
+returns table (id bigint, task text, args jsonb, queue text, priority integer, lock text, attempts integer,
+  scheduled_at timestamptz, deadline timestamptz)
+language plpgsql stable parallel safe security definer rows 10
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+declare
+  v_hidden jsonb;
+begin
+  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+    queues := queue._narrow_queues('{worker,operator,reader}', queues);
+  end if;
+  if peek.n is null or peek.n < 1 then
+    perform queue._invalid('n must be at least 1', 'Pass how many jobs to show.');
+  end if;
+  v_hidden := queue._hidden_paths();
+  return query
+    select j.id, j.task, queue._cut(v_hidden -> j.task, j.args), j.queue,
+      j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
+    from (
+      select c.id, g.priority, c.deadline, c.first_id
+      from (
+        select l.queue, l.priority, array_agg(l.lane) as lanes, array_agg(l.low_deadline) as deadlines,
+          array_agg(l.low_id) as ids
+        from queue.lane l
+        where not l.is_idle and (l.paused_until is null or l.paused_until <= clock_timestamp())
+          and (peek.queues is null or exists (select from unnest(peek.queues) q
+            where queue._matches(l.queue, q)))
+          and (l.kind = 0/* lane_plain */ or not queue._is_queue_full(l.queue))
+        group by l.queue, l.priority) g
+      cross join lateral (
+        select aj.id, aj.deadline, first_value(aj.id) over (order by aj.deadline, aj.id) as first_id
+        from unnest(g.lanes, g.deadlines, g.ids) l (lane, deadline, id)
+        cross join lateral (
+          select aj.id, aj.deadline from queue.active_job aj
+          where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.deadline, l.id) and aj.claim is null
+          order by aj.deadline, aj.id limit peek.n) aj
+        order by aj.deadline, aj.id limit peek.n) c
+      union all
+      (select a.id, a.priority, coalesce(a.deadline, 'infinity'),
+        min(a.id) over (partition by a.queue, a.priority)
+       from queue.unadmitted a
+       where a.flags & 32/* held */ = 0 and a.needs is null
+         and coalesce(a.scheduled_at <= clock_timestamp(), true)
+         and (a.lock is null or not exists (select from queue.lock_member m where m.lock = a.lock))
+         and (peek.queues is null or exists (select from unnest(peek.queues) q
+           where queue._matches(a.queue, q)))
+         and coalesce(queue._paused_until(a.queue) <= clock_timestamp(), true)
+         and a.queue <> all (array(select c.queue from queue.queue_config c
+           where queue._is_queue_full(c.queue)))
+         and (not exists (select from queue.pause p where p.task is not null)
+           or coalesce(queue._task_paused_until(a.task, a.queue) <= clock_timestamp(), true))
+       order by a.priority desc, coalesce(a.deadline, 'infinity'), a.id limit peek.n)
+      order by priority desc, first_id, deadline, id limit peek.n) c
+    cross join lateral (select j.* from queue.jobs j where j.id = c.id offset 0) j
+    order by c.priority desc, c.first_id, c.deadline, c.id;
+end $$;
+comment on function queue.peek(text[], integer) is
+  'Returns the jobs that fetch would claim next, in order. Changes nothing. New jobs are shown even if a'
+    ' fetch will find that they wait for a limit or for other shares. Sensitive args read *** for all but the'
+    ' owner.';
 
 -- inspect/check.sql
 -- Invariants: queue.check() checks whether the tables agree with each other.
