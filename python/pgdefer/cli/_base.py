@@ -35,7 +35,6 @@ from pgdefer.errors import (
     NotInstalled,
     PgDeferError,
     QueueNotEmpty,
-    StepChanged,
     translate,
 )
 
@@ -78,7 +77,6 @@ _ENDS: dict[type[PgDeferError], Exit] = {
     NotInstalled: Exit.NOT_INSTALLED,
     IncompatibleClient: Exit.INCOMPATIBLE,
     JobNotFound: Exit.NOT_FOUND,
-    StepChanged: Exit.NOT_FOUND,
     InvalidState: Exit.WRONG_STATE,
     ClaimLost: Exit.WRONG_STATE,
     QueueNotEmpty: Exit.NOT_EMPTY,
@@ -289,7 +287,8 @@ def reported() -> Iterator[None]:
 
 def _fail_for(error: PgDeferError) -> NoReturn:
     # These share the SQLSTATE of bad arguments.
-    is_missing = error.message in {"no such schedule", "no such group", "no such queue"}
+    no_step = "the job has finished no such step"
+    is_missing = error.message in {"no such schedule", "no such group", "no such queue", no_step}
     fail(Exit.NOT_FOUND if is_missing else _ENDS.get(type(error), Exit.ERROR), escaped(str(error)))
 
 
