@@ -64,7 +64,7 @@ from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.task import AsyncTask, SyncTask, Task
 
 if TYPE_CHECKING:
-    from pgdefer.worker.multi import MultiWorker
+    from pgdefer.worker.many_databases import MultiWorker
     from pgdefer.worker.options import WorkerOptions
     from pgdefer.worker.stream import ClaimedJob, JobStream
     from pgdefer.worker.worker import Worker
@@ -141,7 +141,7 @@ __all__ = [
 _LATER = {
     "ClaimedJob": "stream",
     "JobStream": "stream",
-    "MultiWorker": "multi",
+    "MultiWorker": "many_databases",
     "Worker": "worker",
     "WorkerOptions": "options",
 }

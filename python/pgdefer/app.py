@@ -35,7 +35,7 @@ from pgdefer.tasks.task import AllTaskOptions
 # Producers need no worker, nor what it imports.
 if TYPE_CHECKING:
     from pgdefer.database.server import EmbeddedServer
-    from pgdefer.worker.multi import MultiWorker
+    from pgdefer.worker.many_databases import MultiWorker
     from pgdefer.worker.options import WorkerOptions
     from pgdefer.worker.stream import JobStream
     from pgdefer.worker.worker import Worker
@@ -299,7 +299,7 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         per_database: int | None,
         options: WorkerOptions,
     ) -> Worker | MultiWorker:
-        from pgdefer.worker.multi import MultiWorker  # noqa: PLC0415
+        from pgdefer.worker.many_databases import MultiWorker  # noqa: PLC0415
         from pgdefer.worker.worker import Worker  # noqa: PLC0415
 
         if dsns is not None:

@@ -10,9 +10,9 @@ from typing import Any, Unpack
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyConnection
 from pgdefer.options import DeferOptions, HasId, checked_interval, job_id
+from pgdefer.tasks.claim_calls import needs
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.need import Need
-from pgdefer.tasks.needs import needs
 from pgdefer.tasks.open_group import OpenGroup
 from pgdefer.tasks.prepared import prepare
 from pgdefer.tasks.prepared_job import PreparedJob, check_prepared

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias, cast
 from pgdefer._text import escaped
 from pgdefer.client.client import Client
 from pgdefer.codec import unwrap
+from pgdefer.tasks.claim_calls import attempts_left, extend, needs
+from pgdefer.tasks.claim_calls_async import attempts_left_async, extend_async, needs_async
 from pgdefer.tasks.durable import DurableCalls
 from pgdefer.tasks.durable_async import AsyncDurableCalls
 from pgdefer.tasks.need import Need
-from pgdefer.tasks.needs import attempts_left, extend, needs
-from pgdefer.tasks.needs_async import attempts_left_async, extend_async, needs_async
 from pgdefer.tasks.raised import JobAborted, JobTimeout, RetryLater
 from pgdefer.tasks.steps import Steps
 

@@ -30,7 +30,7 @@ LAYERS = [
     tasks.need tasks.steps tasks.answers tasks.parameters tasks.versions
     tasks.prepared_job tasks.raised tasks.interruptible tasks.error_report
     tasks.schedule tasks.infos tasks.option_checks
-    tasks.needs tasks.needs_async tasks.job_calls tasks.job_calls_async
+    tasks.claim_calls tasks.claim_calls_async tasks.job_calls tasks.job_calls_async
     tasks.tries
     tasks.stepping tasks.stepping_async
     tasks.durable tasks.durable_async
@@ -60,7 +60,7 @@ LAYERS = [
     worker.runners
     worker.batch_runner
     worker.worker
-    worker.stream worker.multi
+    worker.stream worker.many_databases
     app_deferring app_deferring_async app_managing app_managing_async
     app
     pgdefer

@@ -1,5 +1,5 @@
-# Generated from needs_async.py: change that, and run `make generate`.
-"""Asks for the needs and remaining attempts of a running job, and extends its claim."""
+# Generated from claim_calls_async.py: change that, and run `make generate`.
+"""What a running job asks with its claim: its needs, attempts left, a longer lease."""
 
 from __future__ import annotations
 

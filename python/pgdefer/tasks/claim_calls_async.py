@@ -1,4 +1,4 @@
-"""Asks for the needs and remaining attempts of a running job, and extends its claim."""
+"""What a running job asks with its claim: its needs, attempts left, a longer lease."""
 
 from __future__ import annotations
 
