@@ -3936,7 +3936,8 @@ begin
     perform queue._check_keys('concurrency', v_item, array['key', 'limit', 'rate', 'weight']);
     v_rate := nullif(v_item -> 'rate', 'null');
     if jsonb_typeof(v_item -> 'key') is distinct from 'string'
-      or jsonb_typeof(v_item -> 'limit') is distinct from 'number' and (v_item ? 'limit' or v_rate is null)
+      or jsonb_typeof(v_item -> 'limit') is distinct from 'number'
+        and (v_item ->> 'limit' is not null or v_rate is null)
       or v_item ->> 'limit' !~ '^[1-9][0-9]{0,8}$' then
       perform queue._invalid('concurrency must be a list of keys with limits',
         'Pass {"key": text, "limit": a whole number from 1 to 999,999,999}, or a rate in its place.',
