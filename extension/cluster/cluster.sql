@@ -45,8 +45,8 @@ create table if not exists queue.shard_move (
 
 -- The parts of such a slot. In the source: here, leaving (in queue.shard_sent, not yet there) or gone; in the
 -- target: arriving, arrived. piece: the number of the last piece, sent or arrived; is_last: there was no job
--- after it when it was taken out. receipt: what the target
--- must return, before the source forgets what it has sent. closed_until: as in queue.shard_slot.
+-- after it when it was taken out. receipt: what the target must return, before the source forgets what it has
+-- sent. closed_until: as in queue.shard_slot.
 create table if not exists queue.shard_part (
   slot integer not null,
   part integer not null,

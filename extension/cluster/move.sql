@@ -1,8 +1,8 @@
 -- Moving a slot to another shard, part by part, while jobs go on: the steps of the source, which gives it
 -- away. queue.shard_part has the state of each part:
 --
---   source  here              leaving              gone
---   target             (no row)  (arriving)  arrived
+--   source: here -> leaving -> gone
+--   target: no row -> arriving (more pieces follow) -> arrived
 --
 -- Each step is one transaction in one database, and its repetition changes nothing, so a mover that dies at
 -- any point is followed by another one. A step that is called too early changes nothing, and raises 22023. At

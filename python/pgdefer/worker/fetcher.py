@@ -42,11 +42,11 @@ __all__ = ["Fetcher"]
 
 log = logger("pgdefer.worker")
 
-# Jobs that come singly and fast: as many fetches as this that found some, within so many seconds.
-# Then the worker looks again this often, and after so long, before it goes to sleep: meanwhile no
-# producer sends a notification. Otherwise it stays asleep while it works.
-STREAM_FINDS = 4
-STREAM_SECONDS = 0.02
+# In a burst, the last BURST_FINDS fetches that found jobs lie within BURST_SECONDS. Then the worker
+# looks LINGER_POLLS times more, every LINGER_DELAY seconds, before it sleeps: meanwhile producers
+# send no notification. Without a burst it stays asleep while it works.
+BURST_FINDS = 4
+BURST_SECONDS = 0.02
 LINGER_POLLS = 5
 LINGER_DELAY = 0.002
 # How long a worker that may still be woken waits for the ends of the jobs that it has just started.
@@ -105,7 +105,7 @@ class Fetcher:
         self._is_dry = False
         self._polls = 0
         self._has_news = False
-        self._found_at: collections.deque[float] = collections.deque(maxlen=STREAM_FINDS)
+        self._found_at: collections.deque[float] = collections.deque(maxlen=BURST_FINDS)
         self._refusals = Backoff(last=1.0)
         self._lost_claim_checks: list[float] = []
         self._has_fetched = False
@@ -365,17 +365,17 @@ class Fetcher:
             self._heartbeat.on_first_fetch()
         if found:
             self._found_at.append(asyncio.get_running_loop().time())
-            is_stream = self._is_stream()
-            self._polls = LINGER_POLLS if is_stream else 0
+            is_burst = self._is_burst()
+            self._polls = LINGER_POLLS if is_burst else 0
             is_first = self._listener.is_first
-            if self._listener.holds_sleep_lock and (is_stream or not is_dry or not is_first):
+            if self._listener.holds_sleep_lock and (is_burst or not is_dry or not is_first):
                 self._spawn(self._listener.after_sleep(self._state.registered()))
         return found
 
-    def _is_stream(self) -> bool:
+    def _is_burst(self) -> bool:
         """Whether jobs come so fast that it pays to look for them instead of being woken."""
         found_at = self._found_at
-        return len(found_at) == STREAM_FINDS and found_at[-1] - found_at[0] < STREAM_SECONDS
+        return len(found_at) == BURST_FINDS and found_at[-1] - found_at[0] < BURST_SECONDS
 
     async def _exchange(self, slots: Slots | None, max_jobs: int, ahead: int) -> int | None:
         """Send the outcomes, and ask for jobs, of which some start later; in one round trip.

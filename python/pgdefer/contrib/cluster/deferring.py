@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import time
-import time as clock
 from collections.abc import Iterable, Mapping, Sequence
+from time import monotonic
 from typing import Any, Unpack
 
 from pgdefer.contrib.cluster import sql
@@ -76,12 +76,12 @@ class Deferring(ClusterBase):
     def _deferred(
         self, jobs: Sequence[KeyedJob], connection: AnyConnection = OWN
     ) -> list[Job[Any]]:
-        """Defer jobs of one shard; those whose keys are elsewhere by now there."""
+        """Defer jobs of one shard; a job whose key has moved is deferred where the key is now."""
         if not self.map.slots:
             self.refresh()
         keys = {job.key: job for job in jobs}
         shard = self.map.slots[shard_of(jobs[0].key)][0]
-        until = clock.monotonic() + self.patience
+        until = monotonic() + self.patience
         while True:
             app = self.app_of(shard)
             calls = [job.call for job in jobs]
@@ -95,7 +95,7 @@ class Deferring(ClusterBase):
                         deferral.jobs.extend(done)
                     return done
             except Exception as error:
-                is_late = clock.monotonic() > until
+                is_late = monotonic() > until
                 if sqlstate_of(error) not in ELSEWHERE or connection is not OWN or is_late:
                     raise
             if len(keys) > 1:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time as clock
 from collections.abc import Iterable, Mapping, Sequence
+from time import monotonic
 from typing import Any, Unpack
 
 from pgdefer.contrib.cluster import sql
@@ -77,12 +77,12 @@ class AsyncDeferring(ClusterBase):
     async def _deferred_async(
         self, jobs: Sequence[KeyedJob], connection: AnyAsyncConnection = OWN
     ) -> list[Job[Any]]:
-        """Defer jobs of one shard; those whose keys are elsewhere by now there."""
+        """Defer jobs of one shard; a job whose key has moved is deferred where the key is now."""
         if not self.map.slots:
             await self.refresh_async()
         keys = {job.key: job for job in jobs}
         shard = self.map.slots[shard_of(jobs[0].key)][0]
-        until = clock.monotonic() + self.patience
+        until = monotonic() + self.patience
         while True:
             app = self.app_of(shard)
             calls = [job.call for job in jobs]
@@ -98,7 +98,7 @@ class AsyncDeferring(ClusterBase):
                         deferral.jobs.extend(done)
                     return done
             except Exception as error:
-                is_late = clock.monotonic() > until
+                is_late = monotonic() > until
                 if sqlstate_of(error) not in ELSEWHERE or connection is not OWN or is_late:
                     raise
             if len(keys) > 1:

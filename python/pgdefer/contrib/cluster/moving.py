@@ -84,8 +84,8 @@ class _Mover:
     def leave(self, target: str, patience: float) -> int:
         """Begin the move, once those who defer for the slot have committed; return its version.
 
-        Meanwhile nobody else enters, but only for each other second: who has entered may stay
-        long. Raises SlotBusy after `patience` seconds.
+        Meanwhile the slot refuses new defers, but only in every other second: a transaction that
+        is in it may stay open for long. Raises SlotBusy after `patience` seconds.
         """
         began = time.monotonic()
         closed_at: float | None = None

@@ -35,8 +35,11 @@ def part_of(key: str) -> int:
 class ShardMap:
     """The DSNs of the shards, and the shard of each slot, both with their versions."""
 
+    #: The DSN of each shard.
     shards: dict[str, str] = dataclasses.field(default_factory=dict)
+    #: The shard of each slot, and the version of this entry.
     slots: list[tuple[str, int]] = dataclasses.field(default_factory=list)
+    #: The version of each shard's DSN.
     versions: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def learn(self, told: Mapping[str, Any]) -> None:
