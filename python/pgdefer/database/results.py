@@ -177,20 +177,28 @@ class Waiter(NotifyConnection):
             async with timer:
                 stored = await self._wait(id)
         except TimeoutError:
-            if timer.expired():
-                raise _late(id, timeout, await self._look(id)) from None
-            raise
+            if not timer.expired():
+                raise
+            stored = await self._last_look(id, timeout)
         return None if stored is None else await codec.decode_stored_async(stored)
 
-    async def _look(self, id: int) -> list[str]:
-        """Ask about a late job, as `_look` does; give up soon."""
+    async def _last_look(self, id: int, timeout: float | None) -> str | None:  # noqa: ASYNC109
+        """Return the stored result if it is there by now; else ask why the job is late.
+
+        Gives up soon. Raises TimeoutError.
+        """
         found: list[str] = []
         with contextlib.suppress(ConnectionLost, psycopg.Error, TimeoutError):
             async with asyncio.timeout(ANSWER_TIME):
+                with translated():
+                    (row,) = await self._ask(sql.RESULT, id=id)
+                if _has_succeeded(id, row):
+                    stored: str | None = row[1]
+                    return stored
                 for statement in LATE:
                     ((said,),) = await self._ask(statement, id=id)
                     found.append(said)
-        return found
+        raise _late(id, timeout, found) from None
 
     async def _wait(self, id: int) -> str | None:
         event = asyncio.Event()

@@ -21,7 +21,7 @@ from pgdefer import (
     Worker,
     current_job,
 )
-from pgdefer.database import sql
+from pgdefer.database import results, sql
 from workers import working
 
 from .conftest import Jobs, running, until
@@ -129,6 +129,30 @@ async def test_results_async(app: App, conn: Connection) -> None:
             await held.result_async()
         with pytest.raises(JobNotFound):
             await app.result_async(999_999, 1)
+
+
+async def test_a_result_that_is_there_needs_no_time(
+    app: App, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    monkeypatch.setattr(results, "ANSWER_TIME", 300.0)
+
+    async def result(id: int) -> Any:
+        return await app.result_async(id, 0) if is_async else app.result(id, 0)
+
+    tasks = add_tasks(app)
+    good, bad = await tasks.double.defer_async(4), await tasks.fail.defer_async()
+    with pytest.raises(TimeoutError, match="job 1 has not finished within 0 s: ready"):
+        await result(good.id)
+    async with running(app):
+        await good.result_async()
+        with pytest.raises(JobFailed):
+            await bad.result_async()
+    await app.close_async()
+    assert await result(good.id) == 8
+    with pytest.raises(JobFailed, match="job 2 failed: ValueError: no"):
+        await result(bad.id)
+    with pytest.raises(JobNotFound):
+        await result(999_999)
 
 
 async def test_many_wait_over_one_connection(app: App, conn: Connection, jobs: Jobs) -> None:
