@@ -22,6 +22,7 @@ from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, S
 from pgdefer.app import App
 from pgdefer.contrib._attach import attach
 from pgdefer.tasks.context import JobContext
+from pgdefer.tasks.error_report import error_details, error_text
 from pgdefer.tasks.prepared import Deferral
 from pgdefer.tasks.raised import JobSuspended
 
@@ -236,9 +237,11 @@ class _Run:
         otel_context.detach(self._token)
         if isinstance(error, JobSuspended) and self._job.steps.ended_as is not None:
             error = error.__cause__  # of a step that has failed; sleeps and waits have none
-        if error is not None:
-            self._fail(error)
-        self._span.end()
+        try:
+            if error is not None and self._span.is_recording():
+                self._fail(error)
+        finally:
+            self._span.end()
         if telemetry.is_measuring:
             labels = self._runs.labels
             if error is not None:
@@ -248,8 +251,15 @@ class _Run:
     def _fail(self, error: BaseException) -> None:
         text = type(error).__qualname__
         if isinstance(error, Exception):
-            self._span.record_exception(error)
-            text = f"{type(error).__name__}: {error}"
+            # record_exception raises what making the error's text raises.
+            details: dict[str, Any] = error_details(error)
+            attributes = {
+                "exception.type": details["type"],
+                "exception.message": details["message"],
+                "exception.stacktrace": details["traceback"],
+            }
+            self._span.add_event("exception", attributes)
+            text = error_text(error)
         self._span.set_status(Status(StatusCode.ERROR, text))
 
 

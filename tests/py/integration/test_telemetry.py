@@ -92,6 +92,33 @@ async def test_spans_and_metrics(app: App, jobs: Jobs) -> None:
     meters.shutdown()
 
 
+class MuteError(ValueError):
+    """An error whose text can't be made."""
+
+    def __str__(self) -> str:
+        raise LookupError
+
+
+async def test_an_error_without_a_text_is_still_the_jobs(app: App, jobs: Jobs) -> None:
+    exporter, tracers = InMemorySpanExporter(), TracerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    otel.instrument(app, tracer_provider=tracers, meter_provider=NoOpMeterProvider())
+
+    @app.task(name="mute", retry=2, give_up_on=MuteError)
+    async def mute() -> None:
+        raise MuteError
+
+    async with running(app):
+        await jobs.end((await mute.defer_async()).id)
+    assert [row["error"].partition(":")[0] for row in jobs.attempts()] == ["MuteError"]
+    (span,) = [one for one in exporter.get_finished_spans() if one.name == "process mute"]
+    (event,) = span.events
+    assert event.attributes is not None
+    text = "(its text could not be made: LookupError)"
+    assert event.attributes["exception.message"] == text
+    assert span.status.description == f"MuteError: {text}"
+
+
 async def test_sample(app: App, jobs: Jobs) -> None:
     exporter, reader = InMemorySpanExporter(), InMemoryMetricReader()
     tracers, meters = TracerProvider(), MeterProvider([reader])
