@@ -38,7 +38,7 @@ class Client(ClientCalls, AsyncClientCalls):
         self.source = Source(dsn, pgbouncer=pgbouncer, listen_dsn=listen_dsn)
         self.callers_pools = ()  # they lead to the former database
         self.open_pools()
-        self._registered.clear()
+        self._registered, self._may_register = {}, True
 
     def bound(self, source: Source) -> Self:
         """Return a copy for another database, which may replace this client: see `entered`."""

@@ -121,6 +121,19 @@ def test_registered_defaults_hold_for_sql_too(app: App, conn: Connection) -> Non
     assert all(about_an_hour(row["deadline"] - row["created_at"]) for row in shown)
 
 
+def test_an_app_that_moves_may_register_again(app: App, dsn: str, conn: Connection) -> None:
+    """Its role in the former database could not."""
+
+    @app.task(name="t", queue="mail")
+    def task() -> None: ...
+
+    app.client.forbidden_to_register()
+    app.move(dsn)
+    task.defer()
+    assert [row["queue"] for row in jobs(conn)] == ["mail"]
+    assert conn.execute("select name from queue.tasks").fetchall() == [("t",)]
+
+
 def test_defaults_of_an_app_hold_for_its_tasks(dsn: str, conn: Connection) -> None:
     with App(dsn, defaults={"deadline": HOUR, "queue": "mail", "retry": 4}) as app:
 
