@@ -51,7 +51,10 @@ class StreamRunner:
             args = await decode_args_async(claim.job)
             if claim.task is not None:
                 args = claim.task.versions.upgraded(args)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            own = asyncio.current_task()
+            if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
+                raise
             self._executor.ended(claim, failed(claim.job, None, error))
             return
         if not claim.is_released:

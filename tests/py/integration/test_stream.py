@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import datetime as dt
 import itertools
 import signal
@@ -353,6 +354,25 @@ def test_arguments_that_cannot_be_read_fail_their_job_alone(
     app.defer("any", {"x": 1})
     with app.stream_jobs(drain=True) as stream:
         assert [ended(job) for job in stream] == [{"x": 1}]
+    assert states(jobs) == ["failed", "succeeded"]
+
+
+@dataclasses.dataclass
+class Row:
+    id: int
+
+
+def test_a_decoder_that_gives_up_fails_its_job_alone(app: App, jobs: Jobs) -> None:
+    async def decode(id: int) -> Row:
+        if id == 1:
+            raise asyncio.CancelledError
+        return Row(id)
+
+    app.codec.register(Row, "row", lambda row: row.id, decode)
+    for id in (1, 2):
+        app.defer("any", {"row": Row(id)})
+    with app.stream_jobs(drain=True) as stream:
+        assert [ended(job) for job in stream] == [{"row": Row(2)}]
     assert states(jobs) == ["failed", "succeeded"]
 
 
