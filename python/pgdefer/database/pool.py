@@ -9,10 +9,11 @@ import select
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any
 
 import psycopg
+from psycopg.adapt import AdaptersMap
 from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.rows import tuple_row
 
@@ -49,6 +50,24 @@ def _is_unchanged(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[
         and connection.deferrable is None
         and connection.isolation_level in (None, psycopg.IsolationLevel.READ_COMMITTED)
     )
+
+
+_NAMES = "row_factory cursor_factory server_cursor_factory prepare_threshold prepared_max".split()
+
+
+def _set_on(connection: Any) -> dict[str, Any]:
+    """Return what a block may set on a connection, beside its session; `_put_back` sets it back."""
+    return {
+        **{name: getattr(connection, name) for name in _NAMES},
+        "_adapters": AdaptersMap(connection.adapters),
+        "_notice_handlers": list(connection._notice_handlers),
+        "_notify_handlers": list(connection._notify_handlers),
+    }
+
+
+def _put_back(connection: Any, before: Mapping[str, Any]) -> None:
+    for name, value in before.items():
+        setattr(connection, name, value)
 
 
 # How long a borrower waits for answers to UNDO, in seconds. Then it opens a new connection.
@@ -215,8 +234,8 @@ class SyncPool:
 
         Blocks of the application's code do not wait, nor do calls for one: calls in such blocks
         would wait for each other's connections, forever. With `undo` the next borrower finds
-        nothing of what the block has left in its session, but prepared statements. Behind
-        pgbouncer that is impossible: it may be another session.
+        nothing of what the block has left on it, but prepared statements. Behind pgbouncer that is
+        impossible of what is left in the session: it may be another one.
         """
         if not self._idle.is_here:
             self._inherited.append(self._idle)
@@ -224,12 +243,15 @@ class SyncPool:
         idle = self._idle
         with self._turn if waits else _NO_TURN:
             connection = idle.take() or self._connect()
+            before: dict[str, Any] = {}
             try:
+                before = _set_on(connection) if undo else before
                 yield connection
             except psycopg.errors.ReadOnlySqlTransaction:
                 connection.close()  # the DSN may name another server, which can write
                 raise
             finally:
+                _put_back(connection, before)
                 undo = undo and not self._source.pgbouncer
                 if idle.is_here and not idle.put(connection, undo=undo):
                     connection.close()
@@ -279,12 +301,15 @@ class AsyncPool:
         idle, turn = self._loops[loop]
         async with turn if waits else _NO_TURN:
             connection = await idle.take_async() or await self._connect()
+            before: dict[str, Any] = {}
             try:
+                before = _set_on(connection) if undo else before
                 yield connection
             except psycopg.errors.ReadOnlySqlTransaction:
                 close_now(connection)  # as in SyncPool
                 raise
             finally:
+                _put_back(connection, before)
                 undo = undo and not self._source.pgbouncer
                 if idle.is_here and not idle.put(connection, undo=undo):
                     close_now(connection)

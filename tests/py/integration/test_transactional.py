@@ -13,6 +13,7 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from psycopg.rows import dict_row
+from psycopg.types.json import set_json_dumps, set_json_loads
 from sqlalchemy import orm
 from sqlalchemy.ext import asyncio as sa_async
 
@@ -58,6 +59,48 @@ async def test_what_a_handler_sets_on_its_connection_reaches_no_other(
             app.defer("t")
         rows = await jobs.end()
     assert [row["result"] for row in rows] == ["(1,)"] * 2
+
+
+async def test_what_a_handler_registers_on_its_connection_reaches_no_other(
+    app: App, jobs: Jobs, is_async: bool
+) -> None:
+    query = """select '{"a": 1}'::jsonb, pg_backend_pid()"""
+    heard: list[object] = []
+
+    def change(connection: Any) -> None:
+        set_json_loads(lambda _: "changed", connection)
+        set_json_dumps(lambda _: '"changed"', connection)
+        connection.prepare_threshold = connection.prepared_max = 1
+        connection.server_cursor_factory = None
+        connection.add_notice_handler(heard.append)
+        connection.add_notify_handler(heard.append)
+
+    def threshold(connection: Any) -> list[int]:
+        return [connection.prepare_threshold, connection.prepared_max]
+
+    @app.task(name="async", transactional=True)
+    async def coroutine(connection: AsyncConnection) -> Any:
+        row = await (await connection.execute(query)).fetchone()
+        await connection.execute("do $$begin raise notice 'n'; end$$")
+        found = threshold(connection)
+        change(connection)
+        return [*(row or ()), *found]
+
+    @app.task(name="sync", transactional=True)
+    def function(connection: Connection) -> Any:
+        row = connection.execute(query).fetchone()
+        connection.execute("do $$begin raise notice 'n'; end$$")
+        found = threshold(connection)
+        change(connection)
+        return [*(row or ()), *found]
+
+    async with running(app, concurrency=1):
+        for _ in range(2):
+            app.defer("async" if is_async else "sync")
+        first, second = [row["result"] for row in await jobs.end()]
+    assert first[0] == {"a": 1}
+    assert second == first
+    assert heard == []
 
 
 @pytest.fixture
