@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import psycopg
@@ -164,6 +165,7 @@ class NotifyConnection(Connection):
         self._lock = asyncio.Lock()
         self._channels: set[str] = set()
         self._descriptor: int | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def exchange(self, statement: Statement, **parameters: object) -> Rows:
         """Run a statement, one at a time. Raises as `call`."""
@@ -189,17 +191,19 @@ class NotifyConnection(Connection):
 
     def _opened(self, connection: AsyncPsycopgConnection) -> None:
         # For notifications that arrive with the answer to a statement.
-        connection.add_notify_handler(lambda notify: self._heard(notify.channel, notify.payload))
+        heard = weakref.WeakMethod(self._heard)
+        connection.add_notify_handler(lambda said: _call(heard, said.channel, said.payload))
 
     def _watch(self, *, on: bool) -> None:
         """Watch for notifications between statements, or stop; during statements psycopg does."""
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         if self._descriptor is not None:
             loop.remove_reader(self._descriptor)
             self._descriptor = None
         if on and self._connection is not None:
             self._descriptor = self._connection.pgconn.socket
-            loop.add_reader(self._descriptor, self._readable)
+            # The loop must not keep what nobody uses any more.
+            loop.add_reader(self._descriptor, _call, weakref.WeakMethod(self._readable))
 
     def hear(self) -> None:
         """Handle the notifications that have come, unless a statement is under way."""
@@ -225,3 +229,10 @@ class NotifyConnection(Connection):
             self._descriptor = None
         self._channels.clear()
         super().close()
+
+
+def _call(method: weakref.WeakMethod[Callable[..., None]], *args: object) -> None:
+    """Call a method if its object still exists."""
+    found = method()
+    if found is not None:
+        found(*args)

@@ -20,7 +20,7 @@ from pgdefer.database.backoff import Backoff
 from pgdefer.database.connection import ConnectionLost, NotifyConnection, Rows
 from pgdefer.database.execute import execute
 from pgdefer.database.pool import SyncPool, cursor
-from pgdefer.database.source import PsycopgConnection, Source, close_now
+from pgdefer.database.source import AsyncPsycopgConnection, PsycopgConnection, Source, close_now
 from pgdefer.database.sql import Statement
 from pgdefer.database.watchdog import cut
 from pgdefer.errors import JobCancelled, JobFailed, PgDeferError, is_lost, translated
@@ -275,5 +275,20 @@ class Waiter(NotifyConnection):
 
     def __del__(self) -> None:
         # In a process that was forked from the connection's, it is still the other one's.
-        if self._connection is not None and self._pid == os.getpid():
+        if self._connection is None or self._pid != os.getpid():
+            return
+        if self._loop is None or self._descriptor is None:
             close_now(self._connection)
+            return
+        # The loop must forget the descriptor before another connection has it.
+        try:
+            self._loop.call_soon_threadsafe(_end, self._loop, self._descriptor, self._connection)
+        except RuntimeError:  # the loop has ended
+            close_now(self._connection)
+
+
+def _end(
+    loop: asyncio.AbstractEventLoop, descriptor: int, connection: AsyncPsycopgConnection
+) -> None:
+    loop.remove_reader(descriptor)
+    close_now(connection)

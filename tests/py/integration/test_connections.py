@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,6 +101,29 @@ def test_event_loops_that_have_ended_leave_no_connections(narrow: str, conn: Con
         assert len(app.client.own_pool_async._loops) == 1
         wait_for(lambda: conn.execute(own).fetchone() == (2,))
     app.client.own_pool_async.close_idle()
+
+
+async def test_an_app_that_is_forgotten_leaves_no_connection(
+    app: App, dsn: str, conn: Connection
+) -> None:
+    """The event loop watches one, for notifications of results."""
+    named = make_conninfo(dsn, application_name="forgotten")
+    sessions = "select count(*) from pg_stat_activity where application_name = 'forgotten'"
+    id = app.defer("t").id
+    for _ in range(2):  # the next one has the same file descriptor
+        bound = app.bind(named)
+        waiting = asyncio.create_task(bound.result_async(id, 300))
+        await until(lambda: conn.execute(sessions).fetchone() == (1,))
+        await cancelled(waiting)
+        del bound, waiting
+        gc.collect()
+        await until(lambda: conn.execute(sessions).fetchone() == (0,))
+
+
+async def cancelled(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 async def test_who_waits_for_results_keeps_no_one_from_deferring(app: App, jobs: Jobs) -> None:
