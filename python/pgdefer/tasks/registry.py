@@ -71,12 +71,15 @@ class Registry:
         return client_here(self._client)
 
     def add(self, task: T) -> T:
-        """Add a task. Raises ValueError if another task has its name."""
-        other = self.tasks.get(task.name)
-        if other is not None and name_of(other.function) != name_of(task.function):
-            raise ValueError(f"there are two tasks named {task.name!r}")
+        """Add a task. Raises ValueError if another task has its name, or one of its aliases."""
+        names = (task.name, *task.aliases)
+        for name in names:
+            other = self.tasks.get(name)
+            if other is not None and name_of(other.function) != name_of(task.function):
+                both = f": {other.name!r} and {task.name!r}" if other.name != task.name else ""
+                raise ValueError(f"there are two tasks named {name!r}{both}")
         self.has_batches = self.has_batches or task.execution.batch is not None
-        for name in (task.name, *task.aliases):
+        for name in names:
             self.tasks[name] = task
             self.client.defaults[name] = task.defaults
             self.client.versions[name] = task.versions.latest

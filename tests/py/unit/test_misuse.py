@@ -97,6 +97,26 @@ def test_arguments_of_batches_have_names(app: App) -> None:
         task.prepare(1)
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("rec", "newer rec"), ("rec newer", "newer"), ("a rec", "b rec")]
+)
+def test_names_and_aliases_are_of_one_task(app: App, first: str, second: str) -> None:
+    def older() -> None: ...
+    def newer() -> None: ...
+
+    def add(names: str, function: Any) -> None:
+        name, *aliases = names.split()
+        app.task(name=name, aliases=aliases)(function)
+
+    add(first, older)
+    both = f"'{first.split()[0]}' and '{second.split()[0]}'"
+    message = f"there are two tasks named '(rec|newer)': {both}"
+    with pytest.raises(ValueError, match=message):
+        add(second, newer)
+    assert {task.function for task in app.tasks.values()} == {older}
+    add(first, older)
+
+
 def test_generators_are_no_tasks(app: App) -> None:
     def rows() -> Iterator[int]:
         yield 1
