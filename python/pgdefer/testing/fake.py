@@ -5,32 +5,47 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, cast
 
 from pgdefer.client.client import Client
 from pgdefer.tasks.context import JobContext, enter_job, leave_job
 from pgdefer.tasks.need import Need
+from pgdefer.tasks.tries import Tries, called_within, called_within_async
 
 __all__ = ["FakeJob", "fake_job"]
 
+# A step's function with its arguments.
+Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 # Those of the database, and a worker's own.
 _REASONS = ("cancelled", "moved", "failed", "done", "deleted", "retried", "timed out")
 _WORKERS_REASONS = ("the worker stops", "the claim was lost")
 
 
-class FakeJob(JobContext):
-    """A JobContext without a database: `extend` and `needs` return values that the test sets."""
+class _NoClient:
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("a fake job has no database: defer the job in a TestQueue, and run it")
 
-    __slots__ = ("_max_attempts", "_needs", "leases")
+
+class FakeJob(JobContext):
+    """A JobContext without a database: `needs` and the like return values that the test sets.
+
+    A step calls its function and returns the value. What needs a database raises RuntimeError.
+    """
+
+    __slots__ = ("_max_attempts", "_needs", "emitted", "leases", "progresses")
 
     def __init__(self, row: Sequence[Any], needs: Sequence[Need], max_attempts: int | None) -> None:
-        super().__init__(cast("Client", None), row)
+        super().__init__(cast("Client", _NoClient()), row)
         self._max_attempts = max_attempts
         self._needs = list(needs)
         #: The leases that the handler has requested.
         self.leases: list[dt.timedelta] = []
+        #: The streams and values that the handler has emitted.
+        self.emitted: list[tuple[str, Any]] = []
+        #: The progress that it has reported: each percentage with its message.
+        self.progresses: list[tuple[float | None, str | None]] = []
 
     def abort(self, reason: str = "cancelled") -> None:
         """Make `should_abort` true."""
@@ -69,6 +84,29 @@ class FakeJob(JobContext):
     async def extend_async(self, lease: dt.timedelta) -> dt.datetime:
         """Record a lease; return its end by this process's clock."""
         return self.extend(lease)
+
+    def emit(self, stream: str, value: Any) -> int:
+        """Record a value; return its number in the stream."""
+        self.emitted.append((stream, value))
+        return sum(name == stream for name, _ in self.emitted)
+
+    async def emit_async(self, stream: str, value: Any) -> int:
+        """Record a value; return its number in the stream."""
+        return self.emit(stream, value)
+
+    def progress(self, percent: float | None, message: str | None = None) -> None:
+        """Record a progress."""
+        self.progresses.append((percent, message))
+
+    async def progress_async(self, percent: float | None, message: str | None = None) -> None:
+        """Record a progress."""
+        self.progress(percent, message)
+
+    def _try_step(self, _key: str, call: Call, tries: Tries, _is_lazy: bool) -> Any:
+        return called_within(*call, tries.timeout)
+
+    async def _try_step_async(self, _key: str, call: Call, tries: Tries, _is_lazy: bool) -> Any:
+        return await called_within_async(*call, tries.timeout)
 
 
 def _check_reason(reason: str) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import psycopg
@@ -398,6 +398,39 @@ def test_a_handler_that_is_called_directly(shop: Shop) -> None:
     moment = dt.datetime(2030, 1, 1, 3, tzinfo=dt.UTC)
     with fake_job(scheduled_for=moment):
         assert current_job().scheduled_for == moment
+
+
+async def test_a_fake_job_that_is_durable() -> None:
+    async def double(n: int) -> int:
+        return 2 * n
+
+    with fake_job() as job:
+        assert job.step("a", lambda n: n, 3, retry=Retry(2)) == 3
+        assert job.step("lazy", lazy=True)(lambda n: n)(4) == 4
+        assert await job.step_async("a", double, 3) == 6
+        with pytest.raises(ZeroDivisionError):
+            job.step("b", lambda: 1 / 0, retry=Retry(2))
+        assert [job.emit("s", 1), await job.emit_async("s", 2), job.emit("t", 3)] == [1, 2, 1]
+        assert job.emitted == [("s", 1), ("s", 2), ("t", 3)]
+        job.progress(1, "begun")
+        await job.progress_async(2)
+        assert job.progresses == [(1, "begun"), (2, None)]
+
+
+NEED_A_DATABASE: dict[str, Callable[[Any, Any], Any]] = {
+    "sleep": lambda job, _: job.sleep("a", dt.timedelta(1)),
+    "wait_for": lambda job, _: job.wait_for("a"),
+    "gather": lambda job, call: job.gather([call]),
+    "call": lambda job, call: job.call(call),
+    "transaction": lambda job, _: job.transaction("a").__enter__(),
+    "dsn": lambda job, _: job.dsn,
+}
+
+
+@pytest.mark.parametrize("call", NEED_A_DATABASE)
+def test_a_fake_job_has_no_database(shop: Shop, call: str) -> None:
+    with fake_job() as job, pytest.raises(RuntimeError, match="in a TestQueue"):
+        NEED_A_DATABASE[call](job, shop.greet.prepare("Ann"))
 
 
 @pytest.mark.parametrize("given", [{"attempt": "x"}, {"attempt": 0}, {"abort": "zzz"}])
