@@ -75,7 +75,7 @@ class Client(ClientCalls, AsyncClientCalls):
         """Close connections that are not in use. Nobody waits for a result meanwhile."""
         self.close()
         self.own_pool_async.close_idle()
-        for waiter in self._waiters.values():
+        for waiter in list(self._waiters.values()):
             waiter.close()
 
     def result(self, id: int, timeout: float | None) -> Any:
@@ -91,8 +91,8 @@ class Client(ClientCalls, AsyncClientCalls):
         loop = asyncio.get_running_loop()
         waiter = self._waiters.get(loop)
         if waiter is None:
-            for other in [other for other in self._waiters if other.is_closed()]:
-                del self._waiters[other]
+            for other in [other for other in list(self._waiters) if other.is_closed()]:
+                self._waiters.pop(other, None)  # another thread may have done it
             source = self.source.notify_source or self.source
             waiter = self._waiters[loop] = Waiter(source)
         return await waiter.wait(id, timeout, self.codec)

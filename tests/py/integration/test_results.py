@@ -155,6 +155,24 @@ async def test_a_result_that_is_there_needs_no_time(
         await result(999_999)
 
 
+async def test_waits_begin_in_several_threads_at_once(app: App) -> None:
+    waiters: Any = app.client._waiters
+
+    class Ended:
+        """An event loop that has ended, which another thread forgets while it begins its own."""
+
+        def is_closed(self) -> bool:
+            waiters.pop(self)
+            waiters["another loop"] = waiters["a third one"] = None
+            return True
+
+    waiters[Ended()] = None
+    with pytest.raises(JobNotFound):
+        await app.result_async(999_999)
+    for name in ("another loop", "a third one"):
+        waiters.pop(name)
+
+
 async def test_many_wait_over_one_connection(app: App, conn: Connection, jobs: Jobs) -> None:
     tasks = add_tasks(app)
     made = await tasks.double.defer_many_async([{"n": n} for n in range(100)])
