@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
 from pgdefer.worker.probes import parse_address
@@ -93,7 +93,8 @@ def check_options(options: WorkerOptions) -> None:
         raise ValueError("give slots or concurrency, not both")
     if options.get("order", "mixed") not in {"mixed", "listed"}:
         raise ValueError(f"order is mixed or listed, not {options['order']!r}")
-    if options.get("tasks") == []:
+    tasks = options.get("tasks")
+    if isinstance(tasks, Collection) and not tasks:
         raise ValueError("tasks is empty: leave it out to run all")
     for name in options.keys() & NUMBERS.keys():
         kind, least, most = NUMBERS[name]

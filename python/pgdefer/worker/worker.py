@@ -89,7 +89,7 @@ class Worker:
         check_options(options)
         self.app = app
         self.queues = None if queues is None else as_list("queues", queues)
-        slots = options.get("slots") or [options.get("concurrency", 20)]
+        slots = options.get("slots", [options.get("concurrency", 20)])
         tasks = options.get("tasks")
         is_listed = options.get("order") == "listed"
         if is_listed and self.queues is None:

@@ -43,6 +43,10 @@ def app() -> App:
         (None, {"poll_every": math.inf}, ValueError, "poll_every must be at most 60, not inf"),
         (None, {"poll_every": True}, TypeError, "poll_every must be a number, not True"),
         (None, {"poll_every": "1"}, TypeError, "poll_every must be a number, not '1'"),
+        (None, {"slots": []}, ValueError, "slots is empty"),
+        (None, {"tasks": []}, ValueError, "tasks is empty: leave it out to run all"),
+        (None, {"tasks": ()}, ValueError, "tasks is empty: leave it out to run all"),
+        (None, {"tasks": set()}, ValueError, "tasks is empty: leave it out to run all"),
         (None, {"slots": ["1:99999999999w"]}, ValueError, "the horizon of '1:99999999999w' is too"),
     ],
 )
