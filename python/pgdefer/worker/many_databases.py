@@ -26,6 +26,7 @@ from pgdefer.worker.options import WorkerOptions, check_options
 from pgdefer.worker.prefetch import MOST_OF_MANY
 from pgdefer.worker.probes import Answer, Probes, answer
 from pgdefer.worker.shared_slots import DatabaseSlots, SharedSlots
+from pgdefer.worker.state import check_may_run
 from pgdefer.worker.threads import Threads
 from pgdefer.worker.turnstile import Turnstile
 from pgdefer.worker.uncancelled import to_the_end
@@ -154,6 +155,7 @@ class MultiWorker:
 
         With `drain`, raises PgDeferError in the end if some databases could not be drained.
         """
+        check_may_run(has_run=self._loop is not None)
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self.app.import_tasks()

@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import math
 
-from pgdefer.errors import WorkerGone
+from pgdefer.errors import PgDeferError, WorkerGone
 
-__all__ = ["GRACE", "WorkerState"]
+__all__ = ["GRACE", "WorkerState", "check_may_run"]
 
 # How long what the worker tells to end has to end, in seconds: jobs, hooks, tasks.
 GRACE = 1.0
@@ -89,3 +89,9 @@ class WorkerState:
 def _resolve(waiter: asyncio.Future[bool], value: bool) -> None:
     if not waiter.done():
         waiter.set_result(value)
+
+
+def check_may_run(*, has_run: bool) -> None:
+    """Raise PgDeferError if no worker may run here, or not this one."""
+    if has_run:
+        raise PgDeferError("a worker runs once", hint="Make another one.")

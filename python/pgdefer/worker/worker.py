@@ -43,7 +43,7 @@ from pgdefer.worker.registration import Registration
 from pgdefer.worker.reporting import Reporter
 from pgdefer.worker.runners import FunctionRunner, LoopRunner, ProcessRunner, ThreadRunner
 from pgdefer.worker.slots import parse_slots
-from pgdefer.worker.state import GRACE, WorkerState
+from pgdefer.worker.state import GRACE, WorkerState, check_may_run
 from pgdefer.worker.supervisor import SupervisorChannel
 from pgdefer.worker.threads import Threads
 from pgdefer.worker.turnstile import Turnstile
@@ -165,6 +165,7 @@ class Worker:
 
     async def run_async(self, *, handle_signals: bool = False) -> None:
         """Run until `stop`. Cancelled, stop: at once, unless there is a `shutdown_timeout`."""
+        check_may_run(has_run=self._loop is not None)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self.app.import_tasks()

@@ -22,6 +22,8 @@ from pgdefer import (
     Decision,
     JobAborted,
     JobContext,
+    MultiWorker,
+    PgDeferError,
     Retry,
     RetryLater,
     Worker,
@@ -711,3 +713,11 @@ async def test_polling_where_nobody_can_be_woken(dsn: str, jobs: Jobs, conn: Con
             await task.defer_async()
             await jobs.end()
     assert listening == (0,)
+
+
+@pytest.mark.parametrize("is_of_many", [False, True])
+async def test_a_worker_runs_once(app: App, dsn: str, is_of_many: bool) -> None:
+    worker = MultiWorker(app, [dsn], drain=True) if is_of_many else Worker(app, drain=True)
+    await worker.run_async()
+    with pytest.raises(PgDeferError, match="a worker runs once"):
+        await worker.run_async()
