@@ -56,6 +56,8 @@ def _deferring(client: Client, calls: Sequence[PreparedJob[Any]]) -> Iterator[De
         for surround in client.defer_middleware:
             stack.enter_context(surround(deferral))
         yield deferral
+        return
+    raise RuntimeError("a defer_middleware has swallowed the call's error: there is no job")
 
 
 def _naming(calls: Sequence[PreparedJob[Any]]) -> Naming:

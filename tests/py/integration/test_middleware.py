@@ -17,7 +17,15 @@ import psycopg
 import pytest
 from sqlalchemy import create_engine, orm
 
-from pgdefer import App, JobAborted, JobContext, Middleware, RetryLater, current_job
+from pgdefer import (
+    App,
+    InvalidParameter,
+    JobAborted,
+    JobContext,
+    Middleware,
+    RetryLater,
+    current_job,
+)
 from support import url_of
 
 from .conftest import Jobs, running, until
@@ -342,6 +350,28 @@ async def test_headers_of_the_task_stay(dsn: str, jobs: Jobs) -> None:
         {"tenant": "other", "trace": "T", "both": "app"},
     ]
     app.close()
+
+
+async def test_a_call_whose_error_is_swallowed(dsn: str, jobs: Jobs) -> None:
+    @contextlib.contextmanager
+    def swallow(_: object) -> Iterator[None]:
+        with contextlib.suppress(InvalidParameter):
+            yield
+
+    with App(dsn, defer_middleware=[swallow]) as app:
+        call = app.prepare("t", {}, queue="x*")
+        swallowed = pytest.raises(
+            RuntimeError, match="defer_middleware has swallowed the call's error"
+        )
+        with swallowed:
+            app.defer("t", queue="x*")
+        with swallowed:
+            app.defer_many([call])
+        with swallowed:
+            await app.defer_async("t", queue="x*")
+        app.defer("t")
+        await app.close_async()
+    assert len(jobs()) == 1
 
 
 def test_what_is_none_is_refused() -> None:
