@@ -126,3 +126,16 @@ begin
                              and j.queueing_lock is not null))
     and k.job_id = any (p_ids);
 end $$;
+
+-- Writes new versions of the keys of jobs that are being claimed. So a replacement in REPEATABLE READ whose
+-- snapshot is older than the claim raises 40001; it would find the job unclaimed, and never be applied.
+-- Locks: rows of queue.queueing_lock, which _lock_queueing_locks has locked: none of them is being replaced.
+-- Two sessions: defer/unique.repeatable.spec.
+create or replace function queue._renew_queueing_locks(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.queueing_lock k set replacing = null
+  where k.key = any (array(select j.queueing_lock from queue.job j
+                           where j.id = any (p_ids) and j.queueing_lock is not null))
+    and k.job_id = any (p_ids);
+end $$;

@@ -245,6 +245,9 @@ begin
     if v_jobs.all_flags & {{until_start}} <> 0 then
       perform queue._drop_queueing_locks(won, {{until_start}});
     end if;
+    if v_jobs.all_flags & {{until_finish}} <> 0 then
+      perform queue._renew_queueing_locks(won);
+    end if;
     if v_jobs.all_flags & {{needs}} <> 0 then
       perform queue._begin_any(array_agg(v_jobs.ids[n])) from generate_series(1, cardinality(v_jobs.ids)) n
       where v_jobs.flags[n] & {{needs}} <> 0 and v_jobs.ids[n] = any (won) having count(*) > 0;

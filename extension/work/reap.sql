@@ -241,7 +241,9 @@ end $$;
 
 -- Ends one dead claim; returns 0 if another session has ended it or holds it, or if it can't be ended now. A
 -- claim that was never handed out (work/deliver.sql) is released.
--- Locks, and why no wake-up is lost: as _end_attempt.
+-- Locks: the claim's row and the row of the job's queueing lock by skip locked, as the admission lock may be
+-- held from an earlier claim; then as _end_attempt, and so no wake-up is lost.
+-- Two sessions: work/reap.replaced.spec.
 create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -255,8 +257,9 @@ begin
     end if;
     return 0;
   elsif exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own
-    and l.expires_at > clock_timestamp()) then
-    return 0;  -- it was extended since the caller looked
+    and l.expires_at > clock_timestamp())  -- it was extended since the caller looked
+    or not queue._try_lock_queueing_lock(p_id) then
+    return 0;
   end if;
   perform queue._end_attempt(
     case
