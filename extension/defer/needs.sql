@@ -4,7 +4,10 @@
 -- Needs as a sorted set. An xid is assigned first, so that _safe_at waits for this transaction.
 -- Settings: a plan made while the log was empty would read all of it. A plan that knows the number of needs
 -- is never replaced by the generic one, so each call would plan, which takes three times as long as the rest.
--- Raises: 22023, QJ001 if a need can't be seen, or is no longer kept.
+-- Locks: outside READ COMMITTED, where a need may have been removed since the snapshot, the needs' rows of
+-- queue.log by skip locked. They are free again at once: who removes jobs waits for no client.
+-- Raises: 22023, QJ001 if a need can't be seen, is being removed, or is no longer kept; 40001 if it was
+-- removed since the snapshot. Two sessions: defer/needs.repeatable.spec.
 create or replace function queue._check_needs(p_needs bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker
 set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off
@@ -27,7 +30,15 @@ begin
     where f.id = u.n offset 0) f on true
   where j.id is null or {{is_past}}
   limit 1;
-  if found then
+  if not found and current_setting('transaction_isolation') <> 'read committed' then
+    begin
+      select n into v_missing from unnest(p_needs) n
+      where n <> all (array(select l.id from queue.log l where l.id = any (p_needs)
+        for key share skip locked));
+      {{roll_back}}
+    end;
+  end if;
+  if v_missing is not null then
     perform queue._job_not_found(v_missing);
   end if;
   if cardinality(p_needs) = 1 then
