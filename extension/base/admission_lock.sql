@@ -94,7 +94,15 @@ begin
   if p_wait then
     perform queue._cap_lock_timeout('10s');
   end if;
+  perform set_config('pgdefer.admits', 'on', true);
   return true;
+end $$;
+
+-- Whether this transaction holds the admission lock. The setting is undone with the savepoint that took it.
+create or replace function queue._has_admission()
+returns boolean language plpgsql stable parallel unsafe security invoker as $$
+begin
+  return current_setting('pgdefer.admits', true) is not distinct from 'on';
 end $$;
 
 -- Locks: the admission lock, waited for up to 50 ms, or less if lock_timeout is less. The caller may hold

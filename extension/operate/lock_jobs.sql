@@ -12,11 +12,16 @@
 -- A call on many jobs must keep no job from workers or other calls while it waits for one client. So it first
 -- waits for each row, key and lock alone, and lets it go again. Only then it takes all of them in their
 -- order. If it waits for one for half a second, it lets all of them go and begins anew, four times at most.
--- Tests: operate/change.claim.spec, operate/change.frozen.spec.
+--
+-- A call whose transaction already holds the admission lock, from an earlier call, waits for none of these: a
+-- job that another transaction is at is busy. Otherwise nobody would get jobs meanwhile, and a worker that
+-- waits for a row of the earlier call would be in a deadlock.
+-- Tests: operate/change.claim.spec, operate/change.frozen.spec, operate/change.again.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
 -- Locks, each waited for: the job's row of queue.active_job, that of its queueing lock, the admission lock.
--- Raises: QJ001, QJ008.
+-- If this transaction holds the last already, the rows by skip locked.
+-- Raises: QJ001, QJ003 (then, if another transaction has one of these rows), QJ008.
 create or replace function queue._lock_for_change(p_id bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -24,9 +29,19 @@ begin
   if p_id is null or not exists (select from queue.job j where j.id = p_id) then
     perform queue._job_not_found(p_id);
   end if;
-  perform from queue.active_job aj where aj.id = p_id for no key update;
-  perform from queue.queueing_lock k
-  where k.job_id = p_id and k.key = (select j.queueing_lock from queue.job j where j.id = p_id) for update;
+  if not queue._has_admission() then
+    perform from queue.active_job aj where aj.id = p_id for no key update;
+    perform from queue.queueing_lock k
+    where k.job_id = p_id and k.key = (select j.queueing_lock from queue.job j where j.id = p_id) for update;
+  else
+    perform from queue.active_job aj where aj.id = p_id for no key update skip locked;
+    if not found and exists (select from queue.active_job aj where aj.id = p_id)
+      or not queue._try_lock_queueing_lock(p_id) then
+      perform queue._invalid_state(p_id, queue._state(p_id),
+        'Another transaction may be changing this job. This one holds the admission lock, so it does not'
+        ' wait: call it in a transaction of its own.');
+    end if;
+  end if;
   perform queue._admit_all();
   perform queue._require_jobs('{operator}', array[p_id]);
 end $$;
@@ -44,21 +59,28 @@ end $$;
 
 -- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row. With
 -- p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one.
--- Locks: those of _take_rows; all other rows of queue.active_job by skip locked.
+-- Locks: those of _take_rows; all other rows of queue.active_job by skip locked. If this transaction holds
+-- the admission lock already: those of _try_retake_queueing_locks; all rows by skip locked.
 -- Why it ends: after five rounds it goes on without the rows that others hold: those jobs are busy.
 create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_taken record;
+  v_keyed bigint[];
 begin
-  for v_round in 1 .. 5 loop
-    perform queue._await_rows(p_ids), queue._await_keys(p_ids, p_retakes), queue._await_admission();
-    v_taken := queue._take_rows(p_ids, p_retakes);
-    exit when v_taken.is_done;
-  end loop;
+  if queue._has_admission() then
+    v_keyed := queue._try_retake_queueing_locks(p_ids) where p_retakes;
+  else
+    for v_round in 1 .. 5 loop
+      perform queue._await_rows(p_ids), queue._await_keys(p_ids, p_retakes), queue._await_admission();
+      v_taken := queue._take_rows(p_ids, p_retakes);
+      exit when v_taken.is_done;
+    end loop;
+    v_keyed := v_taken.keyed;
+  end if;
   perform queue._admit_all();
   perform from queue.active_job aj where aj.id = any (p_ids) for no key update skip locked;
-  return v_taken.keyed;
+  return v_keyed;
 end $$;
 
 -- Waits for the transactions that are claiming, ending or changing jobs, in the order of ids. A job that is
@@ -191,6 +213,27 @@ begin
     on conflict on constraint queueing_lock_pkey do nothing
     returning job_id)
   select array_agg(t.job_id) into v_keyed from taken t;
+  return v_keyed;
+end $$;
+
+-- _retake_queueing_locks, but without the keys for which another transaction is deferring a job.
+-- Locks: the caller holds the admission lock; the locks' rows, each waited for up to 5 ms.
+create or replace function queue._try_retake_queueing_locks(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+  v_timeout text;
+  v_keyed bigint[];
+begin
+  foreach v_id in array queue._retakable(p_ids) loop
+    begin
+      v_timeout := queue._cap_lock_timeout('5ms');
+      v_keyed := v_keyed || queue._retake_queueing_locks(array[v_id]);
+      perform set_config('lock_timeout', v_timeout, true);
+    exception when lock_not_available then
+      null;
+    end;
+  end loop;
   return v_keyed;
 end $$;
 

@@ -156,14 +156,17 @@ comment on function queue.enable_schedule(text, boolean) is
   'Enables or disables a schedule, until queue.schedule changes it. It runs from now on; missed runs are'
     ' not made up for. Returns the next run, NULL if disabled.';
 
--- Locks: as defer; then the admission lock, waited for. Raises: as defer; 22023 if there is no such schedule;
--- QJ008.
+-- Locks: as defer; then the admission lock, waited for. If this transaction holds the last already, from an
+-- earlier call, keys that another one has taken are waited for up to 500 ms: nobody gets jobs meanwhile.
+-- Raises: as defer; 22023 if there is no such schedule; QJ008; 55P03 after those 500 ms.
+-- Two sessions: operate/change.again.spec.
 create or replace function queue.run_now(name text)
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
   v_schedule record;
   v_run_at timestamptz := clock_timestamp();
+  v_timeout text;
   v_id bigint;
 begin
   {{installed}}
@@ -173,8 +176,10 @@ begin
   if not found then
     perform queue._no_schedule(run_now.name);
   end if;
+  v_timeout := queue._cap_lock_timeout('500ms') where queue._has_admission();
   v_id := queue._defer_run(v_schedule.task, v_schedule.args, v_schedule.options, v_run_at,
     v_schedule.timezone);
+  perform set_config('lock_timeout', v_timeout, true) where v_timeout is not null;
   perform queue._lock_admission(true);
   insert into queue.schedule_run (name, run_at, decided_at, job_id, is_manual)
   values (run_now.name, v_run_at, clock_timestamp(), v_id, true)
