@@ -184,7 +184,10 @@ begin
   insert into queue.schedule_run (name, run_at, decided_at, job_id, is_manual)
   values (run_now.name, v_run_at, clock_timestamp(), v_id, true)
   on conflict on constraint schedule_run_pkey do nothing;
-  update queue.schedule s set last_job_id = v_id where s.name = run_now.name;
+  -- overlap looks at the last job alone, so one that is unfinished stays it
+  update queue.schedule s set last_job_id = v_id
+  where s.name = run_now.name and not exists (select from queue.job j where j.id = s.last_job_id
+    and not exists (select from queue.finished f where f.id = j.id));
   perform queue._audit('run_now', jsonb_build_object('name', run_now.name), p_ids => array[v_id]);
   perform queue._announce();
   return v_id;

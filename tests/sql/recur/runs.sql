@@ -1,6 +1,6 @@
 -- Which due runs happen: overlap, paused queues, runs that can't be deferred, how they are found.
 
-select plan(29);
+select plan(31);
 
 \ir schedules.helpers.psql
 
@@ -30,6 +30,17 @@ delete from queue.schedule_run r where r.name = 'overlap' and not is_manual;
 select pg_temp.outage('overlap', '2 hours') \g /dev/null
 select queue.tick() \g /dev/null
 select is((select count(*) from queue.schedule_runs r where r.name = 'overlap' and r.skipped = 'overlap'), 2::bigint, 'a job of run_now counts too');
+select pg_temp.work() \g /dev/null
+select queue.schedule('beside', :'hourly', 'beside', options => '{"overlap": "skip", "catch_up": "all"}') \g /dev/null
+select pg_temp.outage('beside', '21 min') \g /dev/null
+select queue.tick() \g /dev/null
+select s.last_job_id from queue.schedules s where s.name = 'beside' \gset
+select queue.run_now('beside') as manual \gset
+select queue.done(array[:manual]) \g /dev/null
+select pg_temp.outage('beside', '2 hours') \g /dev/null
+select queue.tick() \g /dev/null
+select is((select count(*) from queue.schedule_runs r where r.name = 'beside' and r.skipped = 'overlap'), 1::bigint, 'but a job of run_now does not hide one that is unfinished');
+select is((select s.last_job_id from queue.schedules s where s.name = 'beside'), :last_job_id::bigint, 'which stays the last job');
 select pg_temp.work() \g /dev/null
 select queue.schedule('overlap', 'every 1 second', 'overlaps', options => '{"overlap": "skip", "catch_up": "all"}') \g /dev/null
 delete from queue.schedule_run r where r.name = 'overlap';
