@@ -84,7 +84,7 @@ begin
   perform queue._clear_replacing(k.key, k.replacing)
   from queue.queueing_lock k
   where k.replacing is not null
-    and not exists (select from queue.pending_settlement h where h.kind = 'replace'
+    and not exists (select from queue.unsettled h where h.kind = 'replace'
       and h.payload ->> 'seq' = k.replacing::text);
 end $$;
 

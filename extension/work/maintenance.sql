@@ -130,6 +130,7 @@ create or replace function queue._repair()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   if random() < 0.02 then
+    perform queue._repair_settlements();
     perform queue._advance(p_keys => array_agg(s.key))
     from (
       select s.key from queue.semaphore s
@@ -144,7 +145,6 @@ begin
   end if;
   perform queue._recount_limited();
   perform queue._repair_replacing();
-  perform queue._repair_settlements();
   perform queue._mark_idle_lanes();
   perform queue._forget_semaphores();
   perform queue._forget_worker_claims();
@@ -163,15 +163,13 @@ begin
              where j.xid = any (array(select x from unnest(c.in_flight) x
              where pg_visible_in_snapshot(x, pg_current_snapshot()))))
          then clock_timestamp() end,
-    case when exists (select from queue.pending_settlement h
-      where h.xid > {{aside}} and pg_visible_in_snapshot(h.xid, pg_current_snapshot()))
-           then clock_timestamp() + interval '10 ms'
-    -- a settlement that waits for the end of a transaction (_row_locker), which wakes no worker
-         when exists (select from queue.pending_settlement h where h.xid > {{aside}} and h.kind <> 'group')
-           then clock_timestamp() + interval '100 ms'
-    -- a transaction that adds jobs to a group may be long, and its commit wakes a worker
-         when exists (select from queue.pending_settlement h where h.xid > {{aside}})
-           then clock_timestamp() + interval '1 s' end,
+    (select clock_timestamp() + min(case
+      when pg_visible_in_snapshot(h.xid, pg_current_snapshot()) then interval '10 ms'
+      -- a settlement that waits for the end of a transaction (_row_locker), which wakes no worker
+      when h.kind <> 'group' then interval '100 ms'
+      -- a transaction that adds jobs to a group may be long, and its commit wakes a worker
+      else interval '1 s' end)
+     from queue.unsettled h where h.xid > {{aside}}),
     (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
     (select s.due_at from queue.schedule s where s.due_at >= c.due_at order by s.due_at limit 1),
     case when c.due_at > clock_timestamp() then clock_timestamp() end,  -- the clock was set back

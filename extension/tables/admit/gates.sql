@@ -131,4 +131,17 @@ create table queue.pending_settlement (
   constraint pending_settlement_pkey primary key (xid, seq)
 );
 
+-- Those that are not settled: that the cursor has not passed, and that were set aside. It finds them by equal
+-- xids and from next_xid on, so that dead rows cost nothing while a transaction that stays open holds them.
+-- Private.
+create view queue.unsettled as
+select h.xid, h.seq, h.job_id, h.kind, h.flags, h.payload
+from queue.cursor_now k
+cross join lateral (
+  select h.* from queue.pending_settlement h where h.xid >= k.next_xid
+  union all
+  select h.* from queue.pending_settlement h where h.xid = any (k.in_flight)
+  union all
+  select h.* from queue.pending_settlement h where h.xid = {{aside}}) h;
+
 create sequence queue.tick_seq;
