@@ -34,8 +34,8 @@ begin
   into v_look
   from queue.cursor k
   where {{is_quiet}}
-    and exists (select from queue.pending_settlement h
-      where h.xid >= coalesce(k.in_flight[1], k.next_xid)) is false
+    and exists (select from queue.pending_settlement h where h.xid >= k.next_xid) is false
+    and exists (select from queue.pending_settlement h where h.xid = any (k.in_flight)) is false
     and exists (select from queue.lane l where l.retag_from is not null) is false
     and exists (
       select from unnest(k.in_flight) x (xid)
