@@ -712,6 +712,19 @@ create table queue.pending_settlement (
   constraint pending_settlement_pkey primary key (xid, seq)
 );
 
+-- Those that are not settled: that the cursor has not passed, and that were set aside. It finds them by equal
+-- xids and from next_xid on, so that dead rows cost nothing while a transaction that stays open holds them.
+-- Private.
+create view queue.unsettled as
+select h.xid, h.seq, h.job_id, h.kind, h.flags, h.payload
+from queue.cursor_now k
+cross join lateral (
+  select h.* from queue.pending_settlement h where h.xid >= k.next_xid
+  union all
+  select h.* from queue.pending_settlement h where h.xid = any (k.in_flight)
+  union all
+  select h.* from queue.pending_settlement h where h.xid = '0'::xid8) h;
+
 create sequence queue.tick_seq;
 
 -- tables/admit/groups.sql
@@ -1827,8 +1840,8 @@ begin
     'received_signal', 'rehearsal', 'schedule', 'schedule_run', 'schedule_runs', 'schedules', 'semaphore',
     'semaphores', 'shard', 'shard_job', 'shard_move', 'shard_part', 'shard_sent', 'shard_slot',
     'share_config', 'share_tag', 'shares', 'sleeper', 'step', 'steps', 'stream_item', 'suspended', 'task',
-    'tasks', 'tick_seq', 'unadmitted', 'undelivered', 'unfinished', 'unrestricted', 'visible_queues',
-    'waiting', 'worker', 'worker_claim', 'workers']::text[];
+    'tasks', 'tick_seq', 'unadmitted', 'undelivered', 'unfinished', 'unrestricted', 'unsettled',
+    'visible_queues', 'waiting', 'worker', 'worker_claim', 'workers']::text[];
 end $$;
 
 -- The releases whose tables can be migrated, oldest first, then this one.
@@ -3041,7 +3054,15 @@ begin
   if p_wait then
     perform queue._cap_lock_timeout('10s');
   end if;
+  perform set_config('pgdefer.admits', 'on', true);
   return true;
+end $$;
+
+-- Whether this transaction holds the admission lock. The setting is undone with the savepoint that took it.
+create or replace function queue._has_admission()
+returns boolean language plpgsql stable parallel unsafe security invoker as $$
+begin
+  return current_setting('pgdefer.admits', true) is not distinct from 'on';
 end $$;
 
 -- Locks: the admission lock, waited for up to 50 ms, or less if lock_timeout is less. The caller may hold
@@ -4286,7 +4307,7 @@ begin
   perform queue._clear_replacing(k.key, k.replacing)
   from queue.queueing_lock k
   where k.replacing is not null
-    and not exists (select from queue.pending_settlement h where h.kind = 'replace'
+    and not exists (select from queue.unsettled h where h.kind = 'replace'
       and h.payload ->> 'seq' = k.replacing::text);
 end $$;
 
@@ -4326,6 +4347,19 @@ begin
   where k.key = any (array(select j.queueing_lock from queue.job j
                            where j.id = any (p_ids) and j.flags & p_flag <> 0
                              and j.queueing_lock is not null))
+    and k.job_id = any (p_ids);
+end $$;
+
+-- Writes new versions of the keys of jobs that are being claimed. So a replacement in REPEATABLE READ whose
+-- snapshot is older than the claim raises 40001; it would find the job unclaimed, and never be applied.
+-- Locks: rows of queue.queueing_lock, which _lock_queueing_locks has locked: none of them is being replaced.
+-- Two sessions: defer/unique.repeatable.spec.
+create or replace function queue._renew_queueing_locks(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.queueing_lock k set replacing = null
+  where k.key = any (array(select j.queueing_lock from queue.job j
+                           where j.id = any (p_ids) and j.queueing_lock is not null))
     and k.job_id = any (p_ids);
 end $$;
 
@@ -4459,7 +4493,10 @@ end $$;
 -- Needs as a sorted set. An xid is assigned first, so that _safe_at waits for this transaction.
 -- Settings: a plan made while the log was empty would read all of it. A plan that knows the number of needs
 -- is never replaced by the generic one, so each call would plan, which takes three times as long as the rest.
--- Raises: 22023, QJ001 if a need can't be seen, or is no longer kept.
+-- Locks: outside READ COMMITTED, where a need may have been removed since the snapshot, the needs' rows of
+-- queue.log by skip locked. They are free again at once: who removes jobs waits for no client.
+-- Raises: 22023, QJ001 if a need can't be seen, is being removed, or is no longer kept; 40001 if it was
+-- removed since the snapshot. Two sessions: defer/needs.repeatable.spec.
 create or replace function queue._check_needs(p_needs bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker
 set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off
@@ -4482,7 +4519,15 @@ begin
     where f.id = u.n offset 0) f on true
   where j.id is null or (f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days')
   limit 1;
-  if found then
+  if not found and current_setting('transaction_isolation') <> 'read committed' then
+    begin
+      select n into v_missing from unnest(p_needs) n
+      where n <> all (array(select l.id from queue.log l where l.id = any (p_needs)
+        for key share skip locked));
+      raise exception using errcode = 'P0999', message = 'rolled back', hint = 'It never reaches the caller.'; exception when sqlstate 'P0999' then null;
+    end;
+  end if;
+  if v_missing is not null then
     perform queue._job_not_found(v_missing);
   end if;
   if cardinality(p_needs) = 1 then
@@ -6314,14 +6359,17 @@ comment on function queue.enable_schedule(text, boolean) is
   'Enables or disables a schedule, until queue.schedule changes it. It runs from now on; missed runs are'
     ' not made up for. Returns the next run, NULL if disabled.';
 
--- Locks: as defer; then the admission lock, waited for. Raises: as defer; 22023 if there is no such schedule;
--- QJ008.
+-- Locks: as defer; then the admission lock, waited for. If this transaction holds the last already, from an
+-- earlier call, keys that another one has taken are waited for up to 500 ms: nobody gets jobs meanwhile.
+-- Raises: as defer; 22023 if there is no such schedule; QJ008; 55P03 after those 500 ms.
+-- Two sessions: operate/change.again.spec.
 create or replace function queue.run_now(name text)
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
   v_schedule record;
   v_run_at timestamptz := clock_timestamp();
+  v_timeout text;
   v_id bigint;
 begin
   if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
@@ -6331,13 +6379,18 @@ begin
   if not found then
     perform queue._no_schedule(run_now.name);
   end if;
+  v_timeout := queue._cap_lock_timeout('500ms') where queue._has_admission();
   v_id := queue._defer_run(v_schedule.task, v_schedule.args, v_schedule.options, v_run_at,
     v_schedule.timezone);
+  perform set_config('lock_timeout', v_timeout, true) where v_timeout is not null;
   perform queue._lock_admission(true);
   insert into queue.schedule_run (name, run_at, decided_at, job_id, is_manual)
   values (run_now.name, v_run_at, clock_timestamp(), v_id, true)
   on conflict on constraint schedule_run_pkey do nothing;
-  update queue.schedule s set last_job_id = v_id where s.name = run_now.name;
+  -- overlap looks at the last job alone, so one that is unfinished stays it
+  update queue.schedule s set last_job_id = v_id
+  where s.name = run_now.name and not exists (select from queue.job j where j.id = s.last_job_id
+    and not exists (select from queue.finished f where f.id = j.id));
   perform queue._audit('run_now', jsonb_build_object('name', run_now.name), p_ids => array[v_id]);
   perform queue._announce();
   return v_id;
@@ -10893,7 +10946,8 @@ begin
     join queue.pending_settlement h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
 end $$;
 
--- Hands orphaned settlements to the next admission, but those that were set aside.
+-- Hands orphaned settlements to the next admission, but those that were set aside. It reads all, with the dead
+-- rows that an open transaction keeps, and so runs rarely.
 -- Locks: the caller holds the admission lock, so that neither the cursor nor the settlements move meanwhile.
 create or replace function queue._repair_settlements()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -13973,7 +14027,9 @@ end $$;
 
 -- Ends one dead claim; returns 0 if another session has ended it or holds it, or if it can't be ended now. A
 -- claim that was never handed out (work/deliver.sql) is released.
--- Locks, and why no wake-up is lost: as _end_attempt.
+-- Locks: the claim's row and the row of the job's queueing lock by skip locked, as the admission lock may be
+-- held from an earlier claim; then as _end_attempt, and so no wake-up is lost.
+-- Two sessions: work/reap.replaced.spec.
 create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -13987,8 +14043,9 @@ begin
     end if;
     return 0;
   elsif exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own
-    and l.expires_at > clock_timestamp()) then
-    return 0;  -- it was extended since the caller looked
+    and l.expires_at > clock_timestamp())  -- it was extended since the caller looked
+    or not queue._try_lock_queueing_lock(p_id) then
+    return 0;
   end if;
   perform queue._end_attempt(
     case
@@ -14724,6 +14781,7 @@ create or replace function queue._repair()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   if random() < 0.02 then
+    perform queue._repair_settlements();
     perform queue._advance(p_keys => array_agg(s.key))
     from (
       select s.key from queue.semaphore s
@@ -14738,7 +14796,6 @@ begin
   end if;
   perform queue._recount_limited();
   perform queue._repair_replacing();
-  perform queue._repair_settlements();
   perform queue._mark_idle_lanes();
   perform queue._forget_semaphores();
   perform queue._forget_worker_claims();
@@ -14757,14 +14814,14 @@ begin
              where j.xid = any (array(select x from unnest(c.in_flight) x
              where pg_visible_in_snapshot(x, pg_current_snapshot()))))
          then clock_timestamp() end,
-    case when exists (select from queue.pending_settlement h
+    case when exists (select from queue.unsettled h
       where h.xid > '0'::xid8 and pg_visible_in_snapshot(h.xid, pg_current_snapshot()))
            then clock_timestamp() + interval '10 ms'
     -- a settlement that waits for the end of a transaction (_row_locker), which wakes no worker
-         when exists (select from queue.pending_settlement h where h.xid > '0'::xid8 and h.kind <> 'group')
+         when exists (select from queue.unsettled h where h.xid > '0'::xid8 and h.kind <> 'group')
            then clock_timestamp() + interval '100 ms'
     -- a transaction that adds jobs to a group may be long, and its commit wakes a worker
-         when exists (select from queue.pending_settlement h where h.xid > '0'::xid8)
+         when exists (select from queue.unsettled h where h.xid > '0'::xid8)
            then clock_timestamp() + interval '1 s' end,
     (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
     (select s.due_at from queue.schedule s where s.due_at >= c.due_at order by s.due_at limit 1),
@@ -15407,6 +15464,9 @@ begin
     where aj.id = any (won);
     if v_jobs.all_flags & 256/* until_start */ <> 0 then
       perform queue._drop_queueing_locks(won, 256/* until_start */);
+    end if;
+    if v_jobs.all_flags & 8192/* until_finish */ <> 0 then
+      perform queue._renew_queueing_locks(won);
     end if;
     if v_jobs.all_flags & 8/* needs */ <> 0 then
       perform queue._begin_any(array_agg(v_jobs.ids[n])) from generate_series(1, cardinality(v_jobs.ids)) n
@@ -16169,8 +16229,8 @@ begin
   into v_look
   from queue.cursor k
   where k.due_at <= v_now and pg_snapshot_xmax(pg_current_snapshot()) >= k.next_xid and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null and w.apart_since is null) is true and exists (select from queue.waiting w where w.at >= k.due_at and w.at <= v_now) is false and exists (select from queue.schedule c where c.due_at >= k.due_at and c.due_at <= v_now) is false and exists (select from queue.pause p where p.task is not null) is false and exists (select from queue.lane l cross join lateral (select from queue.active_job aj where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null limit 1) r where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now)) is false
-    and exists (select from queue.pending_settlement h
-      where h.xid >= coalesce(k.in_flight[1], k.next_xid)) is false
+    and exists (select from queue.pending_settlement h where h.xid >= k.next_xid) is false
+    and exists (select from queue.pending_settlement h where h.xid = any (k.in_flight)) is false
     and exists (select from queue.lane l where l.retag_from is not null) is false
     and exists (
       select from unnest(k.in_flight) x (xid)
@@ -16546,7 +16606,7 @@ end $$;
 -- because the claim may be rolled back. The clock of the claim is read after the snapshot.
 -- Why no wake-up is lost: rows that are not new, or not visible yet, stay ahead of the cursor or among its
 -- in_flight. A signal that was taken leaves no settlement, and the cursor where it was. If the job gets
--- another one meanwhile, that settlement goes too: the signal is kept, and the job's next wait finds it.
+-- another one meanwhile, that settlement may go too: the signal is kept, and the job's next wait finds it.
 -- With a function of its own for the look, a job takes 3.7 % more instructions; for the claim, 1.0 % more.
 -- In one piece (ADR 1): set-up of statements and calls is most of the cost of a single job.
 create or replace function queue._claim_newcomer(
@@ -16562,7 +16622,7 @@ declare
   v_upto pg_snapshot;
   v_own xid8;
   v_from xid8;
-  v_pending bigint;  -- the job of a pending settlement, if that is a signal; 0: of another kind
+  v_pending bigint;  -- the job of a pending settlement, if that is a new signal; 0: another settlement
   v_claimed record;
 begin
   if current_setting('pgdefer.was_dry', true) = 'on' and p_max_jobs > 0 and p_options is null
@@ -16580,8 +16640,10 @@ begin
           and pg_visible_in_snapshot(j.xid, pg_current_snapshot())
           and j.xid is distinct from pg_current_xact_id_if_assigned()
         limit 2),
-      (select case h.kind when 'signal' then h.job_id else 0 end
-       from queue.pending_settlement h where h.xid >= coalesce(k.in_flight[1], k.next_xid) limit 1)
+      coalesce(
+        (select 0 from queue.pending_settlement h where h.xid = any (k.in_flight) limit 1),
+        (select case h.kind when 'signal' then h.job_id else 0 end
+         from queue.pending_settlement h where h.xid >= k.next_xid limit 1))
     into v_tick, v_in_flight, v_upto, v_own, ids, v_pending
     from queue.cursor k
     where not k.has_backlog and k.due_at <= v_now and pg_snapshot_xmax(pg_current_snapshot()) >= k.next_xid and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null and w.apart_since is null) is true and exists (select from queue.waiting w where w.at >= k.due_at and w.at <= v_now) is false and exists (select from queue.schedule c where c.due_at >= k.due_at and c.due_at <= v_now) is false and exists (select from queue.pause p where p.task is not null) is false and exists (select from queue.lane l cross join lateral (select from queue.active_job aj where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null limit 1) r where not l.is_idle and (v_queues is null or l.queue = any (v_queues)) and (l.paused_until is null or l.paused_until <= v_now)) is false
@@ -16615,7 +16677,7 @@ begin
         return;
       end if;
     elsif v_pending is not null then
-      v_from := (select coalesce(k.in_flight[1], k.next_xid) from queue.cursor k where k.tick = v_tick);
+      v_from := (select k.next_xid from queue.cursor k where k.tick = v_tick);
       -- once in a while _admit lets the cursor pass the settlements that were taken here
       if ids = '{}' and v_pending > 0 and random() > 0.01
         and queue._resume_signalled(array[v_pending], p_worker, v_queues, v_from) is null then
@@ -17450,7 +17512,7 @@ begin
   end if;
   return (
     select not (k.has_backlog or k.due_at > v_now
-      or exists (select from queue.pending_settlement h where h.xid > '0'::xid8)
+      or exists (select from queue.unsettled h where h.xid > '0'::xid8)
       or coalesce(queue._next_lease_end() <= v_now, false)
       or exists (select from queue.schedule s where s.due_at >= k.due_at and s.due_at <= v_now)
       or exists (
@@ -17483,11 +17545,16 @@ end $$;
 -- A call on many jobs must keep no job from workers or other calls while it waits for one client. So it first
 -- waits for each row, key and lock alone, and lets it go again. Only then it takes all of them in their
 -- order. If it waits for one for half a second, it lets all of them go and begins anew, four times at most.
--- Tests: operate/change.claim.spec, operate/change.frozen.spec.
+--
+-- A call whose transaction already holds the admission lock, from an earlier call, waits for none of these: a
+-- job that another transaction is at is busy. Otherwise nobody would get jobs meanwhile, and a worker that
+-- waits for a row of the earlier call would be in a deadlock.
+-- Tests: operate/change.claim.spec, operate/change.frozen.spec, operate/change.again.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
 -- Locks, each waited for: the job's row of queue.active_job, that of its queueing lock, the admission lock.
--- Raises: QJ001, QJ008.
+-- If this transaction holds the last already, the rows by skip locked.
+-- Raises: QJ001, QJ003 (then, if another transaction has one of these rows), QJ008.
 create or replace function queue._lock_for_change(p_id bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -17495,9 +17562,19 @@ begin
   if p_id is null or not exists (select from queue.job j where j.id = p_id) then
     perform queue._job_not_found(p_id);
   end if;
-  perform from queue.active_job aj where aj.id = p_id for no key update;
-  perform from queue.queueing_lock k
-  where k.job_id = p_id and k.key = (select j.queueing_lock from queue.job j where j.id = p_id) for update;
+  if not queue._has_admission() then
+    perform from queue.active_job aj where aj.id = p_id for no key update;
+    perform from queue.queueing_lock k
+    where k.job_id = p_id and k.key = (select j.queueing_lock from queue.job j where j.id = p_id) for update;
+  else
+    perform from queue.active_job aj where aj.id = p_id for no key update skip locked;
+    if not found and exists (select from queue.active_job aj where aj.id = p_id)
+      or not queue._try_lock_queueing_lock(p_id) then
+      perform queue._invalid_state(p_id, queue._state(p_id),
+        'Another transaction may be changing this job. This one holds the admission lock, so it does not'
+        ' wait: call it in a transaction of its own.');
+    end if;
+  end if;
   perform queue._admit_all();
   perform queue._require_jobs('{operator}', array[p_id]);
 end $$;
@@ -17515,21 +17592,28 @@ end $$;
 
 -- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row. With
 -- p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one.
--- Locks: those of _take_rows; all other rows of queue.active_job by skip locked.
+-- Locks: those of _take_rows; all other rows of queue.active_job by skip locked. If this transaction holds
+-- the admission lock already: those of _try_retake_queueing_locks; all rows by skip locked.
 -- Why it ends: after five rounds it goes on without the rows that others hold: those jobs are busy.
 create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_taken record;
+  v_keyed bigint[];
 begin
-  for v_round in 1 .. 5 loop
-    perform queue._await_rows(p_ids), queue._await_keys(p_ids, p_retakes), queue._await_admission();
-    v_taken := queue._take_rows(p_ids, p_retakes);
-    exit when v_taken.is_done;
-  end loop;
+  if queue._has_admission() then
+    v_keyed := queue._try_retake_queueing_locks(p_ids) where p_retakes;
+  else
+    for v_round in 1 .. 5 loop
+      perform queue._await_rows(p_ids), queue._await_keys(p_ids, p_retakes), queue._await_admission();
+      v_taken := queue._take_rows(p_ids, p_retakes);
+      exit when v_taken.is_done;
+    end loop;
+    v_keyed := v_taken.keyed;
+  end if;
   perform queue._admit_all();
   perform from queue.active_job aj where aj.id = any (p_ids) for no key update skip locked;
-  return v_taken.keyed;
+  return v_keyed;
 end $$;
 
 -- Waits for the transactions that are claiming, ending or changing jobs, in the order of ids. A job that is
@@ -17662,6 +17746,27 @@ begin
     on conflict on constraint queueing_lock_pkey do nothing
     returning job_id)
   select array_agg(t.job_id) into v_keyed from taken t;
+  return v_keyed;
+end $$;
+
+-- _retake_queueing_locks, but without the keys for which another transaction is deferring a job.
+-- Locks: the caller holds the admission lock; the locks' rows, each waited for up to 5 ms.
+create or replace function queue._try_retake_queueing_locks(p_ids bigint[])
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_id bigint;
+  v_timeout text;
+  v_keyed bigint[];
+begin
+  foreach v_id in array queue._retakable(p_ids) loop
+    begin
+      v_timeout := queue._cap_lock_timeout('5ms');
+      v_keyed := v_keyed || queue._retake_queueing_locks(array[v_id]);
+      perform set_config('lock_timeout', v_timeout, true);
+    exception when lock_not_available then
+      null;
+    end;
+  end loop;
   return v_keyed;
 end $$;
 

@@ -163,13 +163,15 @@ begin
              where j.xid = any (array(select x from unnest(c.in_flight) x
              where pg_visible_in_snapshot(x, pg_current_snapshot()))))
          then clock_timestamp() end,
-    (select clock_timestamp() + min(case
-      when pg_visible_in_snapshot(h.xid, pg_current_snapshot()) then interval '10 ms'
-      -- a settlement that waits for the end of a transaction (_row_locker), which wakes no worker
-      when h.kind <> 'group' then interval '100 ms'
-      -- a transaction that adds jobs to a group may be long, and its commit wakes a worker
-      else interval '1 s' end)
-     from queue.unsettled h where h.xid > {{aside}}),
+    case when exists (select from queue.unsettled h
+      where h.xid > {{aside}} and pg_visible_in_snapshot(h.xid, pg_current_snapshot()))
+           then clock_timestamp() + interval '10 ms'
+    -- a settlement that waits for the end of a transaction (_row_locker), which wakes no worker
+         when exists (select from queue.unsettled h where h.xid > {{aside}} and h.kind <> 'group')
+           then clock_timestamp() + interval '100 ms'
+    -- a transaction that adds jobs to a group may be long, and its commit wakes a worker
+         when exists (select from queue.unsettled h where h.xid > {{aside}})
+           then clock_timestamp() + interval '1 s' end,
     (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
     (select s.due_at from queue.schedule s where s.due_at >= c.due_at order by s.due_at limit 1),
     case when c.due_at > clock_timestamp() then clock_timestamp() end,  -- the clock was set back
