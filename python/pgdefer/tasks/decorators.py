@@ -93,6 +93,9 @@ class TaskDecorator:
     def __call__(self, function: Callable[P, R], /) -> SyncTask[P, R]: ...
     def __call__(self, function: Callable[..., Any], /) -> Task[..., Any]:
         """Make the task."""
+        if not hasattr(function, "__qualname__"):
+            instead = f"write name={function!r}" if isinstance(function, str) else "write a `def`"
+            raise TypeError(f"a task must be a function, not {function!r}: {instead}")
         name = self._name or name_of(function)
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(

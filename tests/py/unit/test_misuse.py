@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime as dt
 import functools
 import math
@@ -119,6 +120,24 @@ def test_names_and_aliases_are_of_one_task(app: App, first: str, second: str) ->
         add(second, newer)
     assert {task.function for task in app.tasks.values()} == {older}
     add(first, older)
+
+
+def test_tasks_are_functions(app: App) -> None:
+    given: Any = "greet"
+    with pytest.raises(TypeError, match="must be a function, not 'greet': write name='greet'"):
+        app.task(given)
+    for made in (functools.partial(handler_of_batches, 1), math.pi):
+        given = made
+        with pytest.raises(TypeError, match=r"a task must be a function, not .*: write a `def`"):
+            app.task(name="x")(given)
+    assert app.tasks == {}
+
+
+def test_hooks_may_be_builtins(app: App) -> None:
+    seen: collections.deque[Any] = collections.deque()
+    app.on("retry")(seen.append)
+    app.hooks["retry"][0]("event")
+    assert seen == collections.deque(["event"])
 
 
 def test_generators_are_no_tasks(app: App) -> None:
