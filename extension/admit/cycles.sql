@@ -145,9 +145,8 @@ begin
     array_agg(n.id::bigint order by h.job_id, n.id::bigint),
     array_agg(h.payload ? 'awaits' order by h.job_id, n.id::bigint)
   into jobs, needs, awaits
-  from queue.pending_settlement h cross join lateral jsonb_array_elements_text(h.payload -> 'needs') n (id)
-  where h.kind = 'again'
-    and h.xid >= (select least(k.next_xid, k.in_flight[1]) from queue.cursor_now k);
+  from queue.unsettled h cross join lateral jsonb_array_elements_text(h.payload -> 'needs') n (id)
+  where h.kind = 'again' and h.xid > {{aside}};
 end $$;
 
 -- Whether one of p_needs needs p_id, directly or indirectly. Needs that have succeeded count: they may be

@@ -46,13 +46,13 @@ begin
     return;
   end if;
   -- a job that _advance has handed over is in no gate, and holds nothing
-  delete from queue.pending_settlement h where h.job_id = p_id and h.kind = 'again' and h.flags = 0
-    and h.payload is null;
+  delete from queue.pending_settlement h
+  where h.xid = any (array(select u.xid from queue.unsettled u where u.job_id = p_id)) and h.job_id = p_id
+    and h.kind = 'again' and h.flags = 0 and h.payload is null;
   if found then
     place := 'again';
     return;
-  elsif exists (select from queue.pending_settlement h where h.job_id = p_id and h.kind in ('ended', 'again'))
-    then
+  elsif exists (select from queue.unsettled h where h.job_id = p_id and h.kind in ('ended', 'again')) then
     return;
   end if;
   update queue.lock_member m set is_passed = false

@@ -114,7 +114,7 @@ begin
       case when s.standing = 'open' and exists (select from queue.group_close c where c.group_no = g.no)
           then 'closing'
         when s.standing in ('closed', 'ended') or s.standing = 'closing' and v_is_read
-          and -g.no not in (select h.job_id from queue.pending_settlement h where h.kind = 'group')
+          and -g.no not in (select h.job_id from queue.unsettled h where h.kind = 'group')
           then case when s.jobs = s.succeeded + s.failed + s.cancelled then 'ended' else 'closed' end
         else s.standing end as standing
     from unnest(p_nos) u (no)

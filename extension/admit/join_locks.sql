@@ -115,7 +115,7 @@ begin
     if found and v_reason <> 'slot' then
       null;  -- it gets its turn after that gate
     elsif found or exists (select from queue.active_job aj where aj.id = v_lock.id)
-      or exists (select from queue.pending_settlement h where h.job_id = v_lock.id and h.kind = 'again'
+      or exists (select from queue.unsettled h where h.job_id = v_lock.id and h.kind = 'again'
         and h.flags = 0 and h.payload is null)
     then
       v_taken := queue._dequeue(v_lock.id);

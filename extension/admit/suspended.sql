@@ -187,7 +187,9 @@ begin
           continue;
         end if;
         update queue.event e set is_standing = false where e.no = v_expired;
-        delete from queue.pending_settlement h where h.kind = 'event' and h.job_id = -v_expired;
+        delete from queue.pending_settlement h
+        where h.xid = any (array(select u.xid from queue.unsettled u where u.job_id = -v_expired))
+          and h.job_id = -v_expired and h.kind = 'event';
       end if;
       if exists (select from queue.event e where e.name = v_event.name and e.is_standing) then
         delete from queue.event e where e.no = v_event.no;

@@ -58,7 +58,7 @@ begin
     return null;
   end if;
   return (select h.payload
-    from queue.pending_settlement h
+    from queue.unsettled h
     join queue.queueing_lock k on k.key = h.payload ->> 'key' and k.replacing = (h.payload ->> 'seq')::bigint
     where h.job_id = p_id and h.kind = 'replace'
       and not exists (select from queue.finished f where f.id = p_id));

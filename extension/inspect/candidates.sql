@@ -43,7 +43,7 @@ begin
       (select w.id from queue.waiting w
        where p_state = 'waiting' and w.reason = 'signal' and w.id < p_before order by w.id desc limit p_n)
       union
-      (select h.job_id from queue.pending_settlement h
+      (select h.job_id from queue.unsettled h
         where (h.kind = 'again' or h.kind = 'replace' and p_state in ('ready', 'scheduled', 'waiting'))
           and h.job_id < p_before
         order by h.job_id desc limit p_n)

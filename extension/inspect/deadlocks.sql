@@ -65,7 +65,7 @@ begin
       where d.job_id = p_id and d.mode & {{ended}} <> 0 and d.class = 'p' limit 1)) end
   into v_id from queue.waiting w where w.id = p_id;
   if found or exists (
-    select from queue.pending_settlement h where h.job_id = p_id and h.kind in ('ended', 'again')) then
+    select from queue.unsettled h where h.job_id = p_id and h.kind in ('ended', 'again')) then
     return v_id;
   end if;
   return (

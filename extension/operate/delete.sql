@@ -144,7 +144,7 @@ begin
   perform queue._forget_deleted();
   v_finished := array(
     select f.id from queue.finished f
-    where f.id = any (p_ids) and not exists (select from queue.pending_settlement h
+    where f.id = any (p_ids) and not exists (select from queue.unsettled h
       where h.job_id = f.id and h.kind in ('ended', 'again'))
     for update skip locked);
   v_plain := array(

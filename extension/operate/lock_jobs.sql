@@ -293,7 +293,7 @@ end $$;
 create or replace function queue._is_unsettled(p_id bigint)
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
-  return exists (select from queue.pending_settlement h where h.job_id = p_id and h.kind in ('ended', 'again')
+  return exists (select from queue.unsettled h where h.job_id = p_id and h.kind in ('ended', 'again')
     and not (h.kind = 'again' and h.flags = 0 and h.payload is null));
 end $$;
 
@@ -304,7 +304,7 @@ create or replace function queue._is_gated(p_id bigint)
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
   return exists (select from queue.waiting w where w.id = p_id)
-    or exists (select from queue.pending_settlement h where h.job_id = p_id and h.kind = 'again')
+    or exists (select from queue.unsettled h where h.job_id = p_id and h.kind = 'again')
     or exists (select from queue.job_now j join queue.lock_member m on m.lock = j.lock and m.id = j.id
                where j.id = p_id);
 end $$;

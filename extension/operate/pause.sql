@@ -170,7 +170,7 @@ begin
       and (p_queue is null or queue._matches(j.queue, p_queue))
       and not exists (select from queue.active_job aj where aj.id = m.id)
       and not exists (select from queue.waiting w where w.id = m.id)
-      and not exists (select from queue.pending_settlement h
+      and not exists (select from queue.unsettled h
         where h.job_id = m.id and h.kind in ('ended', 'again'))
     returning m.id)
   insert into queue.waiting (id, reason, at) select r.id, 'task_paused', p_until from recalled r;
@@ -194,5 +194,5 @@ begin
     join queue.job_now j on j.id = u.id
     where (p_queue is null or queue._matches(j.queue, p_queue))
       and (p_task is null or j.task = p_task)
-      and not exists (select from queue.pending_settlement h where h.job_id = u.id and h.kind = 'ended'));
+      and not exists (select from queue.unsettled h where h.job_id = u.id and h.kind = 'ended'));
 end $$;

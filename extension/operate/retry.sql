@@ -120,7 +120,7 @@ begin
       j.claims,
       j.flags & {{expires}} <> 0
         and (j.options ->> 'expires_at')::timestamptz <= clock_timestamp() as is_expired,
-      exists (select from queue.pending_settlement h where h.job_id = j.id and h.kind in ('ended', 'again'))
+      exists (select from queue.unsettled h where h.job_id = j.id and h.kind in ('ended', 'again'))
         as is_ending,
       j.id = any (v_retakable) and k.job_id is distinct from j.id as lacks_key,
       k.job_id is null as is_key_free

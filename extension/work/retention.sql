@@ -86,7 +86,7 @@ begin
     limit p_max_jobs::bigint + 1000 for update skip locked),
   asked as materialized (
     select a.id, a.purge_at, queue._is_needed(a.id)
-      or a.id = any (array(select h.job_id from queue.pending_settlement h)) as is_needed
+      or a.id = any (array(select h.job_id from queue.unsettled h)) as is_needed
     from (select d.id, d.purge_at from due d union all select o.id, null from old o) a)
   select array(select a.id from asked a where not a.is_needed order by a.purge_at limit p_max_jobs),
     array(select a.id from asked a where a.is_needed)
@@ -151,7 +151,7 @@ declare
     select f.id from queue.finished f
     where f.id = any (p_ids) and f.state = p_state and f.finished_at <= p_finished_until
       and not queue._is_needed(f.id)
-      and f.id <> all (array(select h.job_id from queue.pending_settlement h))
+      and f.id <> all (array(select h.job_id from queue.unsettled h))
     for update skip locked);
 begin
   -- a transaction that names one as a need may not have committed yet

@@ -111,7 +111,7 @@ left join lateral (
   -- the last committed replacement of the job that has not been applied yet
   select h.payload -> 'args' as args, (h.payload ->> 'priority')::integer as priority,
     coalesce((h.payload ->> 'scheduled_at')::timestamptz, '-infinity') as scheduled_at
-  from queue.pending_settlement h
+  from queue.unsettled h
   join queue.queueing_lock k on k.key = h.payload ->> 'key' and k.replacing = (h.payload ->> 'seq')::bigint
   where j.flags & {{queueing_lock}} <> 0 and h.job_id = j.id and h.kind = 'replace' and f.id is null
     and aj.claim is null) r on true

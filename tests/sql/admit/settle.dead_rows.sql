@@ -26,7 +26,7 @@ end $$;
 -- A fetch that finds only new jobs.
 create function pg_temp.fetch(worker bigint, n integer) returns void language plpgsql as $$
 begin
-  perform queue.succeed(f.id, f.claim) from queue.fetch(worker, null, 1000) f;
+  perform queue.succeed(f.id, f.claim) from queue.fetch(worker, '{plain}', 1000) f;
   perform set_config('pgdefer.was_dry', 'on', false), set_config('pgdefer.looked_at', '', false);
   perform queue.defer('t', queue => 'plain') from generate_series(1, n);
   perform queue.fetch(worker, '{plain}', n);
@@ -44,9 +44,14 @@ select is(pg_temp.reads(array[
   format('select queue.before_sleep(%s)', :worker),
   format('select queue.heartbeat(%s)', :worker),
   'select queue.tick()',
-  format('select queue.fetch(%s)', :worker),
+  format('select queue.fetch(%s, ''{plain}'')', :worker),
   format('select pg_temp.fetch(%s, 1) as newcomer', :worker),
-  format('select pg_temp.fetch(%s, 100) as slice', :worker)]), '{}', 'no call reads the dead rows');
+  format('select pg_temp.fetch(%s, 100) as slice', :worker),
+  format('select queue.set_priority(array[%s], 1)', :id),
+  format('select queue.hold(%s)', :id), format('select queue.unhold(%s)', :id),
+  format('select queue.cancel(%s)', :id), format('select queue.retry(array[%s])', :id),
+  format('select queue.fail_jobs(array[%s], ''x'')', :id),
+  format('select queue.delete(array[%s])', :id)]), '{}', 'no call reads the dead rows');
 
 -- What is left is found: of a transaction in flight, of this one, of one after the cursor, and what was set aside
 select k.in_flight[1] as old from queue.cursor_now k \gset
