@@ -10,7 +10,9 @@
 -- A queue and priority has tags from its first job with a share on; its lanes then have tag_base. Jobs
 -- without a share form one share, ''. Jobs that were ready before get their tags slice by slice (_retag).
 -- Jobs that wait for a slot of a key have tags of this key, by the same rule: so shares also take turns at
--- slots, and a share whose jobs wait at one key does not fall behind elsewhere.
+-- slots, and a share whose jobs wait at one key does not fall behind elsewhere. Before jobs wait there, slots
+-- go to the jobs of an admission in the order of the tags that a line would give them (_turns). A job that is
+-- ready does not give its slot to one that is admitted later.
 -- A job that leaves its lane unclaimed keeps its tag (queue.job_override) for its return, or gives it back to
 -- its share (_return_tags).
 -- Everything here runs under the admission lock.
@@ -111,6 +113,34 @@ begin
     union all
     select j.n, j.place from jobs j where j.queue is null) x;
   return v_tags;
+end $$;
+
+-- The order in which jobs get the first slots of keys, as places in p_ids: that of the tags which they would
+-- have in new lines, one for each of the pairs. A job with several keys comes when it has its turn at each.
+-- p_ns, p_pairs: which job has which (key, lane). In a lane without tags all are one share.
+create or replace function queue._turns(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
+  p_ns integer[], p_pairs integer[])
+returns integer[] language plpgsql stable parallel safe security invoker as $$
+begin
+  return array(
+    with jobs as materialized (
+      select u.n, u.id, u.deadline,
+        case when l.tag_base is not null then coalesce(j.share, '') else '' end as share
+      from unnest(p_ids, p_lanes, p_deadlines) with ordinality u (id, lane, deadline, n)
+      cross join lateral (select l.tag_base from queue.lane l where l.lane = u.lane offset 0) l
+      cross join lateral (
+        select j.options ->> 'share' as share from queue.job_now j where j.id = u.id offset 0) j),
+    steps as materialized (
+      select s.share, queue._tag_step(s.share) as step from (select distinct j.share from jobs j) s)
+    select x.n
+    from (
+      select j.n, j.id, s.step * (row_number() over (partition by k.pair, j.share
+        order by j.deadline, j.id) - 1) as turn
+      from jobs j
+      join steps s on s.share = j.share
+      left join unnest(p_ns, p_pairs) k (n, pair) on k.n = j.n) x
+    group by x.n, x.id
+    order by max(x.turn), x.id);
 end $$;
 
 -- Deletes tags of shares before the virtual time, which no longer have an effect. Each call of _tags deletes

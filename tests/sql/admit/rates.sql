@@ -267,8 +267,13 @@ select is(pg_temp.claim(), 'light', 'a ready one has to wait, as its key has a l
 select queue.configure_key('W', '{"limit": null}');
 select pg_temp.end_all();
 select is_empty('select * from queue.check()', 'in order');
-select queue.defer('t', jsonb_build_object('name', n), options => jsonb_build_object('share', left(n, 1), 'concurrency', jsonb_build_array(jsonb_build_object('key', 'S', 'limit', 4, 'weight', w))))
-from unnest('{used,u2,v1,v2,heavy}'::text[], '{3,1,1,1,2}'::int[]) v (n, w) \g /dev/null
+create function pg_temp.defer_shares(names text[], weights integer[]) returns setof bigint language sql as $$
+  select queue.defer('t', jsonb_build_object('name', n), options => jsonb_build_object('share', left(n, 1), 'concurrency', jsonb_build_array(jsonb_build_object('key', 'S', 'limit', 4, 'weight', w))))
+  from unnest(names, weights) v (n, w);
+$$;
+select pg_temp.defer_shares('{used,u2}', '{3,1}') \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.defer_shares('{v1,v2,heavy}', '{1,1,2}') \g /dev/null
 select is(pg_temp.claim(), 'used u2', 'all is taken');
 select queue.succeed(j.id, j.claim) from queue.jobs j where j.args ->> 'name' = 'u2' \g /dev/null
 select is(pg_temp.claim(), 'v1', 'a slot is free');
