@@ -33,6 +33,10 @@ class Watchdog:
     """Cuts connections whose time is over, from a thread of its own; for calls that block."""
 
     def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget all connections: in a forked process they are the other one's."""
         self._deadlines: dict[object, tuple[float, Any]] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -51,7 +55,7 @@ class Watchdog:
         key = object()
         with self._changed:
             self._deadlines[key] = time.monotonic() + CALL_TIMEOUT, connection
-            if self._thread is None or not self._thread.is_alive():  # as after a fork
+            if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="pgdefer-watch", daemon=True)
                 self._thread.start()
             elif len(self._deadlines) == 1:
@@ -76,3 +80,4 @@ class Watchdog:
 
 #: The watchdog of this process.
 watchdog = Watchdog()
+os.register_at_fork(after_in_child=watchdog.begin_anew)

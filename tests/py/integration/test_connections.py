@@ -293,6 +293,26 @@ def test_a_forked_process_that_ends_leaves_connections_alone(dsn: str) -> None:
     assert (done.stdout.split(), done.stderr) == (["1", "6"], "")
 
 
+DEADLINES = """
+import os
+from pgdefer.database.watchdog import watchdog
+
+with watchdog.watching(object()):
+    child = os.fork()
+    if not child:
+        os._exit(len(watchdog._deadlines))
+    print(os.waitpid(child, 0)[1], len(watchdog._deadlines))
+"""
+
+
+def test_a_forked_process_watches_no_connection_of_the_other() -> None:
+    """It would cut that at the other process's deadline."""
+    done = subprocess.run(
+        [sys.executable, "-c", DEADLINES], check=True, capture_output=True, text=True, timeout=300
+    )
+    assert done.stdout.split() == ["0", "1"]
+
+
 async def test_two_that_open_a_connection_at_once(dsn: str) -> None:
     """A second session would take the place of the one that listens."""
     shared = connection.Connection(Source(dsn))
