@@ -84,11 +84,9 @@ def wait(id: int, timeout: float | None, pool: SyncPool, source: Source, codec: 
         except psycopg.Error as error:
             if not is_lost(error):
                 raise
-            if time.monotonic() > end:
-                raise _late(id, timeout, []) from error
             delay = lost.delay()
             if time.monotonic() + delay > end:
-                raise
+                raise _late(id, timeout, []) from error
             time.sleep(delay)
 
 
@@ -188,7 +186,8 @@ class Waiter(NotifyConnection):
         Gives up soon. Raises TimeoutError.
         """
         found: list[str] = []
-        with contextlib.suppress(ConnectionLost, psycopg.Error, TimeoutError):
+        cause: BaseException | None = None
+        try:
             async with asyncio.timeout(ANSWER_TIME):
                 with translated():
                     (row,) = await self._ask(sql.RESULT, id=id)
@@ -198,7 +197,11 @@ class Waiter(NotifyConnection):
                 for statement in LATE:
                     ((said,),) = await self._ask(statement, id=id)
                     found.append(said)
-        raise _late(id, timeout, found) from None
+        except ConnectionLost as error:
+            cause = error.__cause__
+        except (psycopg.Error, TimeoutError):
+            pass
+        raise _late(id, timeout, found) from cause
 
     async def _wait(self, id: int) -> str | None:
         event = asyncio.Event()

@@ -173,6 +173,17 @@ async def test_waits_begin_in_several_threads_at_once(app: App) -> None:
         waiters.pop(name)
 
 
+async def test_a_timeout_while_the_database_is_down(
+    monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    monkeypatch.setattr(results, "ANSWER_TIME", 300.0)
+    app = App("host=/nowhere")
+    with pytest.raises(TimeoutError, match=r"job 1 has not finished within 0\.1 s") as late:
+        await app.result_async(1, 0.1) if is_async else app.result(1, 0.1)
+    assert isinstance(late.value.__cause__, psycopg.OperationalError)
+    await app.close_async()
+
+
 async def test_many_wait_over_one_connection(app: App, conn: Connection, jobs: Jobs) -> None:
     tasks = add_tasks(app)
     made = await tasks.double.defer_many_async([{"n": n} for n in range(100)])
