@@ -93,15 +93,17 @@ class TaskDecorator:
     def __call__(self, function: Callable[P, R], /) -> SyncTask[P, R]: ...
     def __call__(self, function: Callable[..., Any], /) -> Task[..., Any]:
         """Make the task."""
-        if not hasattr(function, "__qualname__"):
-            instead = f"write name={function!r}" if isinstance(function, str) else "write a `def`"
-            raise TypeError(f"a task must be a function, not {function!r}: {instead}")
-        name = self._name or name_of(function)
+        given: Any = function
+        is_plain = hasattr(given, "__qualname__")
+        name = self._name or (name_of(function) if is_plain else repr(function))
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise TypeError(
                 f"the task {name!r} is a generator, whose code nobody would run: "
                 "replace `yield` by `return`, or defer further jobs"
             )
+        if not is_plain:
+            instead = f"write name={function!r}" if isinstance(given, str) else "write a `def`"
+            raise TypeError(f"a task must be a function, not {function!r}: {instead}")
         kind: type[Task[..., Any]] = (
             AsyncTask if inspect.iscoroutinefunction(function) else SyncTask
         )
