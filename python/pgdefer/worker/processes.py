@@ -19,6 +19,7 @@ from pgdefer.tasks.task import Task
 from pgdefer.worker import outcomes, process_main
 from pgdefer.worker.ending import outcome_of
 from pgdefer.worker.outcomes import Settled
+from pgdefer.worker.state import JOB_PROCESS
 
 __all__ = ["Processes"]
 
@@ -203,7 +204,7 @@ class ChildProcess:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=process_main.main, args=(theirs, dsn), name="pgdefer"
+            target=process_main.main, args=(theirs, dsn), name=JOB_PROCESS
         )
         self._process.start()
         theirs.close()

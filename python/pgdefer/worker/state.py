@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import multiprocessing
 
 from pgdefer.errors import PgDeferError, WorkerGone
 
-__all__ = ["GRACE", "WorkerState", "check_may_run"]
+__all__ = ["GRACE", "JOB_PROCESS", "WorkerState", "check_may_run"]
 
+# The name of a process that runs jobs of its worker.
+JOB_PROCESS = "pgdefer-job"
 # How long what the worker tells to end has to end, in seconds: jobs, hooks, tasks.
 GRACE = 1.0
 
@@ -95,3 +98,8 @@ def check_may_run(*, has_run: bool) -> None:
     """Raise PgDeferError if no worker may run here, or not this one."""
     if has_run:
         raise PgDeferError("a worker runs once", hint="Make another one.")
+    if multiprocessing.current_process().name == JOB_PROCESS:
+        raise PgDeferError(
+            "a process for jobs, which imports the worker's script, may not start a worker",
+            hint='Start the worker below `if __name__ == "__main__":`.',
+        )

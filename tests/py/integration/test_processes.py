@@ -527,6 +527,26 @@ async def test_a_program_that_is_its_own_module(dsn: str, tmp_path: Path, jobs: 
     assert row["result"] != process.pid
 
 
+def test_a_program_that_starts_its_worker_when_imported(
+    dsn: str, tmp_path: Path, conn: PsycopgConnection, jobs: Jobs
+) -> None:
+    path = tmp_path / "its_own.py"
+    text = PROGRAM.format(dsn=dsn).replace("pid.defer()", "pass")
+    path.write_text(text.replace('if __name__ == "__main__":', "if True:"))
+    options = '{"retry": {"on_crash": "fail"}}'
+    conn.execute("select queue.defer('its_own.pid', options => %s)", (options,))
+    done = subprocess.run(
+        [sys.executable, str(path)],
+        env=os.environ | {"DRAIN": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert 'Start the worker below `if __name__ == "__main__":`' in done.stderr
+    assert list(jobs.states().values()) == ["failed"]
+
+
 @pytest.mark.parametrize("how", ["busy", "no thread may run"])
 def test_a_worker_that_is_killed_leaves_no_orphan(
     dsn: str, tmp_path: Path, jobs: Jobs, conn: PsycopgConnection, how: str
