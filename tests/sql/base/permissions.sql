@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(174);
+select plan(175);
 
 \ir permissions.helpers.psql
 
@@ -84,6 +84,7 @@ insert into calls values
   ('select count(*) from queue.schedules', 'wor'),
   ('select count(*) from queue.schedule_runs', 'or'),
   ('select count(*) from queue.unadmitted', ''),
+  ('select count(*) from queue.unsettled', ''),
   ('select count(*) from queue.unfinished', ''),
   ('select count(*) from queue.job_now', ''),
   ('select count(*) from queue.need_now', ''),
