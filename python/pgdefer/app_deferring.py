@@ -97,7 +97,11 @@ class Deferring(Registry):
 
     # Asking
 
-    def result(self, job: int | HasId, timeout: float | None = None) -> Any:
+    def result(
+        self,
+        job: int | HasId,
+        timeout: float | dt.timedelta | None = None,
+    ) -> Any:
         """Wait until a job has succeeded, for at most `timeout` seconds, and return its result.
 
         Raises JobFailed, JobCancelled, TimeoutError, and JobNotFound, also if the transaction

@@ -96,7 +96,11 @@ class AsyncDeferring(Registry):
 
     # Asking
 
-    async def result_async(self, job: int | HasId, timeout: float | None = None) -> Any:  # noqa: ASYNC109
+    async def result_async(
+        self,
+        job: int | HasId,
+        timeout: float | dt.timedelta | None = None,  # noqa: ASYNC109
+    ) -> Any:
         """Wait until a job has succeeded, for at most `timeout` seconds, and return its result.
 
         Raises JobFailed, JobCancelled, TimeoutError, and JobNotFound, also if the transaction

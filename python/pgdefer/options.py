@@ -6,6 +6,7 @@ import dataclasses
 import datetime as dt
 import enum
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
@@ -85,6 +86,8 @@ class Retry:
             value = getattr(self, name)
             if value is not None and not isinstance(value, dt.timedelta):
                 raise TypeError(f"Retry: {name} must be a timedelta, not {value!r}")
+        for name in ("factor", "jitter", "wait", "linear_wait", "exponential_wait"):
+            _check_finite(f"Retry: {name}", getattr(self, name))
         if self.jitter is not None and not 0 <= self.jitter <= 1:
             raise ValueError(f"Retry: jitter must be from 0 to 1, not {self.jitter}")
 
@@ -194,6 +197,15 @@ ARGUMENTS = frozenset(
 )
 NUMBERS = frozenset({"priority", "concurrency_limit"})
 _NO_ARGUMENTS: dict[str, Any] = dict.fromkeys((*sorted(ARGUMENTS), "options"))
+
+
+def _check_finite(name: str, value: object) -> None:
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be a finite number, not {value}")
 
 
 def interval_text(value: dt.timedelta) -> str:
@@ -310,8 +322,19 @@ def _by_outcome(name: str, value: object) -> object:
     return {outcome: checked_option(name, each) for outcome, each in value.items()}
 
 
+def _limits(name: str, value: object) -> list[dict[str, Any]]:
+    if isinstance(value, Mapping) or not isinstance(value, Iterable):
+        raise TypeError(f"{name} must be a list of mappings, not {value!r}: give [{value!r}]")
+    limits = [checked_mapping(f"each item of {name}", item) for item in as_list(name, value)]
+    for limit in limits:
+        rate = limit.get("rate")
+        if isinstance(rate, Mapping) and isinstance(rate.get("per"), dt.timedelta):
+            limit["rate"] = {**rate, "per": checked_interval("per", rate["per"])}
+    return limits
+
+
 _CONVERSIONS: Mapping[str, Callable[[str, Any], Any]] = {
-    "concurrency": lambda name, value: [dict(item) for item in as_list(name, value)],
+    "concurrency": _limits,
     "headers": checked_mapping,
     "needs": lambda name, value: [job_id(job) for job in as_list(name, value)],
     "parent": lambda _, value: job_id(value),

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import copy
+import datetime as dt
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -78,13 +79,17 @@ class Client(ClientCalls, AsyncClientCalls):
         for waiter in list(self._waiters.values()):
             waiter.close()
 
-    def result(self, id: int, timeout: float | None) -> Any:
+    def result(self, id: int, timeout: float | dt.timedelta | None) -> Any:
         """Wait until a job has succeeded, and return its result."""
         if self.stand_in is not None:
             return self.stand_in.result(id)
-        return wait(id, timeout, self.waiting_pool, self.source, self.codec)
+        return wait(id, _seconds(timeout), self.waiting_pool, self.source, self.codec)
 
-    async def result_async(self, id: int, timeout: float | None) -> Any:  # noqa: ASYNC109
+    async def result_async(
+        self,
+        id: int,
+        timeout: float | dt.timedelta | None,  # noqa: ASYNC109
+    ) -> Any:
         """Wait until a job has succeeded, and return its result."""
         if self.stand_in is not None:
             return await self.stand_in.result_async(id)
@@ -95,7 +100,15 @@ class Client(ClientCalls, AsyncClientCalls):
                 self._waiters.pop(other, None)  # another thread may have done it
             source = self.source.notify_source or self.source
             waiter = self._waiters[loop] = Waiter(source)
-        return await waiter.wait(id, timeout, self.codec)
+        return await waiter.wait(id, _seconds(timeout), self.codec)
+
+
+def _seconds(timeout: object) -> float | None:
+    if isinstance(timeout, dt.timedelta):
+        return timeout.total_seconds()
+    if timeout is None or (isinstance(timeout, int | float) and not isinstance(timeout, bool)):
+        return timeout
+    raise TypeError(f"timeout must be a number of seconds or a timedelta, not {timeout!r}")
 
 
 _entered: contextvars.ContextVar[Client | None] = contextvars.ContextVar("client", default=None)

@@ -109,6 +109,8 @@ class Source:
         pgbouncer: bool = False,
         listen_dsn: str | None = None,
     ) -> None:
+        if dsn is not None and not isinstance(dsn, str):
+            raise TypeError(f"dsn must be text, not of type {type(dsn).__name__}")
         if dsn is not None and embedded:
             raise ValueError("give a DSN or embedded=True, not both")
         if dsn is None and not embedded:

@@ -32,7 +32,7 @@ class JobCalls(Generic[R_co]):
 
     # Asking
 
-    def result(self, timeout: float | None = None) -> R_co:
+    def result(self, timeout: float | dt.timedelta | None = None) -> R_co:
         """Wait until the job has succeeded, and return its result: as `App.result`."""
         result: R_co = self.client.result(self.id, timeout)
         return result

@@ -31,7 +31,7 @@ class AsyncJobCalls(Generic[R_co]):
 
     # Asking
 
-    async def result_async(self, timeout: float | None = None) -> R_co:  # noqa: ASYNC109
+    async def result_async(self, timeout: float | dt.timedelta | None = None) -> R_co:  # noqa: ASYNC109
         """Wait until the job has succeeded, and return its result: as `App.result`."""
         result: R_co = await self.client.result_async(self.id, timeout)
         return result

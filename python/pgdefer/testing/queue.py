@@ -19,7 +19,7 @@ from pgdefer.database.execute_async import execute_async
 from pgdefer.database.source import AsyncPsycopgConnection, PsycopgConnection
 from pgdefer.database.sql import Statement
 from pgdefer.errors import JobCancelled, JobFailed
-from pgdefer.options import JobOptions
+from pgdefer.options import JobOptions, as_list
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.context import JobContext, running_job
 from pgdefer.testing.asking import AskingQueue
@@ -282,6 +282,7 @@ class TestQueue(StandingIn, AskingQueue):
     async def _run(
         self, queues: list[str] | None, max_jobs: int, *, raise_errors: bool, waits: bool
     ) -> list[RanJob]:
+        queues = None if queues is None else as_list("queues", queues)
         if self._is_running:
             raise RuntimeError(f"{running_job()!r} can't run other jobs: the test runs them")
         ran: list[RanJob] = []

@@ -97,9 +97,12 @@ def check_options(options: WorkerOptions) -> None:
     if isinstance(tasks, Collection) and not tasks:
         raise ValueError("tasks is empty: leave it out to run all")
     for name in options.keys() & NUMBERS.keys():
-        kind, least, most = NUMBERS[name]
-        _check_number(name, options.get(name), kind, at_least=least, at_most=most)
-    for queue, limit in (options.get("max_running") or {}).items():
+        kind, least, greatest = NUMBERS[name]
+        _check_number(name, options.get(name), kind, at_least=least, at_most=greatest)
+    most = options.get("max_running") or {}
+    if not isinstance(most, Mapping):
+        raise TypeError(f'max_running must be a mapping such as {{"reports": 2}}, not {most!r}')
+    for queue, limit in most.items():
         _check_number(f"max_running of {queue!r}", limit, int, at_least=1)
     if (address := options.get("http")) is not None:
         parse_address(address)

@@ -137,7 +137,8 @@ async def test_a_result_that_is_there_needs_no_time(
     monkeypatch.setattr(results, "ANSWER_TIME", 300.0)
 
     async def result(id: int) -> Any:
-        return await app.result_async(id, 0) if is_async else app.result(id, 0)
+        none = dt.timedelta(0)
+        return await app.result_async(id, none) if is_async else app.result(id, 0)
 
     tasks = add_tasks(app)
     good, bad = await tasks.double.defer_async(4), await tasks.fail.defer_async()

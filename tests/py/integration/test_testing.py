@@ -400,6 +400,12 @@ def test_a_handler_that_is_called_directly(shop: Shop) -> None:
         assert current_job().scheduled_for == moment
 
 
+def test_queues_to_run_are_a_list(queue: TestQueue) -> None:
+    given: Any = "a"
+    with pytest.raises(TypeError, match=r"queues must be a list, not 'a': give \['a'\]"):
+        queue.run(given)
+
+
 async def test_a_fake_job_that_is_durable() -> None:
     async def double(n: int) -> int:
         return 2 * n

@@ -233,6 +233,8 @@ WRONG_OPTIONS: list[tuple[str, Any]] = [
     ("the task 't': retry=1 is one attempt, and so no retry: write retry=2", {"retry": 1}),
     ("the task 't': retry=0 is a number of attempts: write retry=2", {"retry": 0}),
     ("priority must be an int", {"priority": "high"}),
+    ("concurrency must be a list of mappings, not {'key'", {"concurrency": {"key": "a"}}),
+    ("each item of concurrency must be a mapping, not 'a'", {"concurrency": ["a"]}),
     ("retry_on must be a class of errors", {"retry_on": "OSError"}),
     ("max_memory needs run_in='process'", {"max_memory": 5}),
     ("aliases must be a list, not 'old'", {"aliases": "old"}),
@@ -258,6 +260,9 @@ def test_wrong_options_of_a_task(message: str, options: dict[str, Any]) -> None:
         ("Retry: on_crash must be one of", {"on_crash": "stop"}),
         ("Retry: base must be a timedelta, not 5", {"base": 5}),
         ("Retry: cap must be a timedelta", {"cap": "1 h"}),
+        ("Retry: factor must be a finite number, not inf", {"factor": math.inf}),
+        ("Retry: exponential_wait must be a finite", {"exponential_wait": math.nan}),
+        ("Retry: wait must be a number, not '5'", {"wait": "5"}),
         ("Retry: jitter must be from 0 to 1, not 2", {"jitter": 2}),
     ],
 )

@@ -44,6 +44,7 @@ def app() -> App:
         (None, {"poll_every": math.inf}, ValueError, "poll_every must be at most 60, not inf"),
         (None, {"poll_every": True}, TypeError, "poll_every must be a number, not True"),
         (None, {"poll_every": "1"}, TypeError, "poll_every must be a number, not '1'"),
+        (None, {"max_running": "a=1"}, TypeError, "max_running must be a mapping such as"),
         (None, {"slots": []}, ValueError, "slots is empty"),
         (None, {"tasks": []}, ValueError, "tasks is empty: leave it out to run all"),
         (None, {"tasks": ()}, ValueError, "tasks is empty: leave it out to run all"),
@@ -131,6 +132,26 @@ def test_tasks_are_functions(app: App) -> None:
         with pytest.raises(TypeError, match=r"a task must be a function, not .*: write a `def`"):
             app.task(name="x")(given)
     assert app.tasks == {}
+
+
+def test_what_is_no_blueprint_and_no_dsn(app: App) -> None:
+    given: Any = 5
+    with pytest.raises(TypeError, match="blueprint must be a Blueprint, not 5"):
+        app.include(given)
+    with pytest.raises(TypeError, match=r"namespace must be text, such as 'mail.', not 5"):
+        app.include(Blueprint(), given)
+    with pytest.raises(TypeError, match="dsn must be text, not of type int"):
+        App(given)
+    given = "5"
+    with pytest.raises(TypeError, match="timeout must be a number of seconds or a timedelta"):
+        app.result(1, given)
+
+
+def test_a_rate_may_be_per_timedelta(app: App) -> None:
+    rate = {"jobs": 5, "per": dt.timedelta(minutes=1)}
+    task = app.task(name="t", concurrency=[{"key": "k", "rate": rate}])(lambda: None)
+    assert task.defaults.options["concurrency"][0]["rate"]["per"] == "0:01:00.000000"
+    assert rate["per"] == dt.timedelta(minutes=1)
 
 
 def test_hooks_may_be_builtins(app: App) -> None:
