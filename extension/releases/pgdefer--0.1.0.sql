@@ -16719,7 +16719,8 @@ begin
           and j.xid is distinct from pg_current_xact_id_if_assigned()
         limit 2),
       coalesce(
-        (select 0 from queue.pending_settlement h where h.xid = any (k.in_flight) limit 1),
+        case when k.in_flight <> '{}'
+          then (select 0 from queue.pending_settlement h where h.xid = any (k.in_flight) limit 1) end,
         (select case h.kind when 'signal' then h.job_id else 0 end
          from queue.pending_settlement h where h.xid >= k.next_xid limit 1))
     into v_tick, v_in_flight, v_upto, v_own, ids, v_pending
