@@ -114,6 +114,7 @@ begin
         perform queue._prune_old_runs();
         perform queue._forget_deleted();
         perform queue._prune_groups(1000);
+        perform queue._end_tags();
       end if;
     end if;
   exception when others then
