@@ -6536,12 +6536,12 @@ end $$;
 -- queue.active_job.deadline, which determines the order in a lane. Tags are times before the year 1, which no
 -- deadline can be; 0.1 s of them is one job of weight 1.
 --
--- A queue and priority has tags from its first job with a share on; its lanes then have tag_base. Jobs
--- without a share form one share, ''. Jobs that were ready before get their tags slice by slice (_retag).
--- Jobs that wait for a slot of a key have tags of this key, by the same rule: so shares also take turns at
--- slots, and a share whose jobs wait at one key does not fall behind elsewhere. Before jobs wait there, slots
--- go to the jobs of an admission in the order of the tags that a line would give them (_turns). A job that is
--- ready does not give its slot to one that is admitted later.
+-- A queue and priority has tags from its first job with a share on, until _end_tags; its lanes then have
+-- tag_base. Jobs without a share form one share, ''. Jobs that were ready before get their tags slice by
+-- slice (_retag). Jobs that wait for a slot of a key have tags of this key, by the same rule: so shares
+-- also take turns at slots, and a share whose jobs wait at one key does not fall behind elsewhere. Before
+-- jobs wait there, slots go to the jobs of an admission in the order of the tags that a line would give
+-- them (_turns). A job that is ready does not give its slot to one that is admitted later.
 -- A job that leaves its lane unclaimed keeps its tag (queue.job_override) for its return, or gives it back to
 -- its share (_return_tags).
 -- Everything here runs under the admission lock.
@@ -6809,6 +6809,29 @@ begin
     update queue.cursor k set has_backlog = true
     where k.tick = (select max(m.tick) from queue.cursor m) and not k.has_backlog;
   end if;
+end $$;
+
+-- Ends tags in queues and priorities without ready or running jobs or jobs that wait for slots, if all shares
+-- but that of the jobs without one have been forgotten. So deadlines count again there.
+-- Locks: the caller holds the admission lock. No wake-up can be lost: there is no job; one whose claim is
+-- uncommitted counts, because the claim may be rolled back.
+create or replace function queue._end_tags()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  with busy as materialized (
+    select distinct unnest(s.lanes) as lane from queue.semaphore s where s.lanes <> '{}'),
+  ended as materialized (
+    select l.queue, l.priority from queue.lane l
+    where l.tag_base is not null
+      and not exists (select from queue.share_tag t
+        where t.queue = l.queue and t.priority = l.priority and t.key = '' and t.share <> '')
+    group by l.queue, l.priority
+    having not bool_or(exists (select from queue.active_job aj where aj.lane = l.lane)
+      or l.lane in (select b.lane from busy b))),
+  gone as (
+    delete from queue.share_tag t using ended e where t.queue = e.queue and t.priority = e.priority)
+  update queue.lane l set tag_base = null, retag_from = null
+  from ended e where l.queue = e.queue and l.priority = e.priority and l.tag_base is not null;
 end $$;
 
 -- The deadline of a job with this place in a lane.
@@ -14843,6 +14866,7 @@ begin
         perform queue._prune_old_runs();
         perform queue._forget_deleted();
         perform queue._prune_groups(1000);
+        perform queue._end_tags();
       end if;
     end if;
   exception when others then
