@@ -48,6 +48,7 @@ select is(pg_temp.has_turns(), false, 'then turns end');
 select pg_temp.defer('later') \g /dev/null
 select queue.tick() \g /dev/null
 select pg_temp.defer('sooner', null, jsonb_build_object('deadline', now() + interval '1 hour')) \g /dev/null
+select queue.tick() \g /dev/null
 select is(pg_temp.start(), 'sooner', 'and a deadline goes before what was there');
 select pg_temp.defer('A1', 'A'), pg_temp.defer('A2', 'A'), pg_temp.defer('B1', 'B') \g /dev/null
 select queue.tick() \g /dev/null
