@@ -19,8 +19,7 @@ begin
   select d.id into then_id
   from queue.defer_many(jsonb_build_array(
     defer_group."then"
-      || jsonb_build_object('needs', to_jsonb(queue._kept_needs(ids))
-        || coalesce(nullif(v_needs, 'null'), '[]')))) d (id);
+      || jsonb_build_object('needs', to_jsonb(ids) || coalesce(nullif(v_needs, 'null'), '[]')))) d (id);
   return next;
 end $$;
 comment on function queue.defer_group(jsonb, jsonb) is
@@ -44,7 +43,7 @@ begin
     if v_id is not null and jsonb_typeof(v_job) = 'object' then
       perform queue._check_types('a job', v_job);
       v_job := v_job
-        || jsonb_build_object('needs', to_jsonb(queue._kept_needs(array[v_id]))
+        || jsonb_build_object('needs', jsonb_build_array(v_id)
         || coalesce(nullif(v_job -> 'needs', 'null'), '[]'));
     end if;
     v_id := queue.defer_many(jsonb_build_array(v_job));

@@ -47,26 +47,6 @@ begin
   return array(select distinct n from unnest(p_needs) n order by n);
 end $$;
 
--- Those of these ids that may be needs. The callers have just deferred the jobs, so the others came from
--- idempotency keys, and these jobs have ended so long ago that nothing waits for them.
--- Settings: as _check_needs.
-create or replace function queue._kept_needs(p_ids bigint[])
-returns bigint[] language plpgsql stable parallel safe security invoker
-set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off
-set enable_mergejoin = off set enable_bitmapscan = off as $$
-declare
-  v_now timestamptz := clock_timestamp();
-begin
-  return array(
-    select j.id from unnest(p_ids) u (n)
-    cross join lateral (select j.id from queue.job j where j.id = u.n offset 0) j
-    left join lateral (
-      select f.state, f.finished_at, f.purge_at
-      from queue.finished f
-      where f.id = u.n offset 0) f on true
-    where {{is_past}} is not true);
-end $$;
-
 -- The deadline that a child inherits from its parent. Settings: a plan made while the log was empty would
 -- read all of it.
 -- Raises: QJ001.

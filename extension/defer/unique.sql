@@ -77,15 +77,19 @@ end $$;
 
 -- A rolled-back replacement may have left the mark of an earlier one, which has been applied.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
--- Why no mark of a later replacement is cleared: it has another number.
+-- Why no mark of a later replacement is cleared: it has another number. Nor is that of an orphaned one, which
+-- _repair_settlements finds later. All settlements, with the dead ones, are read only for a mark that is left.
 create or replace function queue._repair_replacing()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  perform queue._clear_replacing(k.key, k.replacing)
-  from queue.queueing_lock k
-  where k.replacing is not null
-    and not exists (select from queue.unsettled h where h.kind = 'replace'
-      and h.payload ->> 'seq' = k.replacing::text);
+  perform queue._clear_replacing(l.key, l.replacing)
+  from (
+    select k.key, k.replacing from queue.queueing_lock k
+    where k.replacing is not null and not exists (
+      select from queue.unsettled h where h.kind = 'replace' and h.payload ->> 'seq' = k.replacing::text)
+    offset 0) l
+  where not exists (select from queue.pending_settlement h
+    where h.kind = 'replace' and h.payload ->> 'seq' = l.replacing::text);
 end $$;
 
 -- Returns the jobs that a pending replacement keeps from starting; locks the keys of the others.

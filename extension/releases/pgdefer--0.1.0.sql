@@ -3008,7 +3008,8 @@ end $$;
 -- Locks: the admission lock. Without p_wait it gives up at once if another session has it.
 -- The holder must not idle: the server ends a session that stays idle in this transaction for 10 s, or sooner
 -- if its idle_in_transaction_session_timeout is lower. Nor may it wait long for others: with p_wait, as
--- operations have it, lock_timeout is at most 10 s for the rest of the transaction.
+-- operations have it, lock_timeout is at most 10 s for the rest of the transaction. The setting pgdefer.admits
+-- tells later calls of the transaction that it holds the lock (_has_admission).
 -- It waits in parts of 2 s: PostgreSQL lets a session wait for the holder's whole transaction if the holder
 -- took the lock in a savepoint that it has released, even if it then rolls back an outer one; others wait
 -- behind that session. If that holder then waits for the lock again, they wait for each other: such a
@@ -4300,15 +4301,19 @@ end $$;
 
 -- A rolled-back replacement may have left the mark of an earlier one, which has been applied.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
--- Why no mark of a later replacement is cleared: it has another number.
+-- Why no mark of a later replacement is cleared: it has another number. Nor is that of an orphaned one, which
+-- _repair_settlements finds later. All settlements, with the dead ones, are read only for a mark that is left.
 create or replace function queue._repair_replacing()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  perform queue._clear_replacing(k.key, k.replacing)
-  from queue.queueing_lock k
-  where k.replacing is not null
-    and not exists (select from queue.unsettled h where h.kind = 'replace'
-      and h.payload ->> 'seq' = k.replacing::text);
+  perform queue._clear_replacing(l.key, l.replacing)
+  from (
+    select k.key, k.replacing from queue.queueing_lock k
+    where k.replacing is not null and not exists (
+      select from queue.unsettled h where h.kind = 'replace' and h.payload ->> 'seq' = k.replacing::text)
+    offset 0) l
+  where not exists (select from queue.pending_settlement h
+    where h.kind = 'replace' and h.payload ->> 'seq' = l.replacing::text);
 end $$;
 
 -- Returns the jobs that a pending replacement keeps from starting; locks the keys of the others.
@@ -4534,26 +4539,6 @@ begin
     return p_needs;
   end if;
   return array(select distinct n from unnest(p_needs) n order by n);
-end $$;
-
--- Those of these ids that may be needs. The callers have just deferred the jobs, so the others came from
--- idempotency keys, and these jobs have ended so long ago that nothing waits for them.
--- Settings: as _check_needs.
-create or replace function queue._kept_needs(p_ids bigint[])
-returns bigint[] language plpgsql stable parallel safe security invoker
-set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off
-set enable_mergejoin = off set enable_bitmapscan = off as $$
-declare
-  v_now timestamptz := clock_timestamp();
-begin
-  return array(
-    select j.id from unnest(p_ids) u (n)
-    cross join lateral (select j.id from queue.job j where j.id = u.n offset 0) j
-    left join lateral (
-      select f.state, f.finished_at, f.purge_at
-      from queue.finished f
-      where f.id = u.n offset 0) f on true
-    where (f.purge_at <= v_now or f.purge_at is null and f.state = 'succeeded' and f.finished_at < v_now - interval '7 days') is not true);
 end $$;
 
 -- The deadline that a child inherits from its parent. Settings: a plan made while the log was empty would
@@ -5243,8 +5228,7 @@ begin
   select d.id into then_id
   from queue.defer_many(jsonb_build_array(
     defer_group."then"
-      || jsonb_build_object('needs', to_jsonb(queue._kept_needs(ids))
-        || coalesce(nullif(v_needs, 'null'), '[]')))) d (id);
+      || jsonb_build_object('needs', to_jsonb(ids) || coalesce(nullif(v_needs, 'null'), '[]')))) d (id);
   return next;
 end $$;
 comment on function queue.defer_group(jsonb, jsonb) is
@@ -5268,7 +5252,7 @@ begin
     if v_id is not null and jsonb_typeof(v_job) = 'object' then
       perform queue._check_types('a job', v_job);
       v_job := v_job
-        || jsonb_build_object('needs', to_jsonb(queue._kept_needs(array[v_id]))
+        || jsonb_build_object('needs', jsonb_build_array(v_id)
         || coalesce(nullif(v_job -> 'needs', 'null'), '[]'));
     end if;
     v_id := queue.defer_many(jsonb_build_array(v_job));

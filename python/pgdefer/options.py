@@ -324,7 +324,8 @@ def _by_outcome(name: str, value: object) -> object:
 
 def _limits(name: str, value: object) -> list[dict[str, Any]]:
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
-        raise TypeError(f"{name} must be a list of mappings, not {value!r}: give [{value!r}]")
+        shown = repr(value) if isinstance(value, Mapping) else '{"key": ..., "limit": ...}'
+        raise TypeError(f"{name} must be a list of mappings, not {value!r}: give [{shown}]")
     limits = [checked_mapping(f"each item of {name}", item) for item in as_list(name, value)]
     for limit in limits:
         rate = limit.get("rate")

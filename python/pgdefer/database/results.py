@@ -284,14 +284,16 @@ class Waiter(NotifyConnection):
             close_now(self._connection)
             return
         # The loop must forget the descriptor before another connection has it.
-        try:
-            self._loop.call_soon_threadsafe(_end, self._loop, self._descriptor, self._connection)
-        except RuntimeError:  # the loop has ended
-            close_now(self._connection)
+        end = (self._loop, self._descriptor, self._connection)
+        if self._loop.is_running():
+            self._loop.call_soon_threadsafe(_end, *end)
+        else:
+            _end(*end)
 
 
 def _end(
     loop: asyncio.AbstractEventLoop, descriptor: int, connection: AsyncPsycopgConnection
 ) -> None:
-    loop.remove_reader(descriptor)
+    if not loop.is_closed():
+        loop.remove_reader(descriptor)
     close_now(connection)

@@ -77,7 +77,10 @@ class Registry:
             other = self.tasks.get(name)
             if other is not None and name_of(other.function) != name_of(task.function):
                 both = f": {other.name!r} and {task.name!r}" if other.name != task.name else ""
-                raise ValueError(f"there are two tasks named {name!r}{both}")
+                raise ValueError(
+                    f"there are two tasks named {name!r}{both}; if one is a former version of the "
+                    "other, make a new App"
+                )
         self.has_batches = self.has_batches or task.execution.batch is not None
         for name in names:
             self.tasks[name] = task

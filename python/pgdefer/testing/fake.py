@@ -25,6 +25,8 @@ _WORKERS_REASONS = ("the worker stops", "the claim was lost")
 
 class _NoClient:
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         raise RuntimeError("a fake job has no database: defer the job in a TestQueue, and run it")
 
 

@@ -34,7 +34,7 @@ LOOK = 3.0
 SHORTEST_LEASE = 15.0
 # How long a heartbeat over the worker's own connection may take before it is sent over another.
 PATIENCE = 3.0
-# How long to wait for the row of a claim that is to be kept, in seconds, at most.
+# How long to wait for the row of a claim that is to be extended, in seconds, at most.
 ROW_PATIENCE = 1.0
 
 Aborts = list[tuple[int, int, str]]
@@ -114,7 +114,7 @@ class Heartbeat:
 
     The callbacks are called in the worker's loop: `on_beat` after each heartbeat that was answered,
     with (id, claim, reason) of the jobs to abort; `on_gone` when the worker was declared dead;
-    `on_lost` with a claim that should have been kept and had ended. `memory` is called in the
+    `on_lost` with a claim that should have been extended and had ended. `memory` is called in the
     heartbeats' thread, and returns what they tell.
     """
 
@@ -142,7 +142,7 @@ class Heartbeat:
         # Set to send a heartbeat now, or to extend claims.
         self._event: asyncio.Event | None = None
         self._was_poked = False
-        #: The time, by `clock`, after which the claim of a job must be kept.
+        #: The time, by `clock`, after which the claim of a job must be extended.
         self.extend_after: dict[Claim, float] = {}
         self._lease = interval_text(dt.timedelta(seconds=max(dead_after, SHORTEST_LEASE)))
         # Less than a call may take: that would be cut off and be busy still, and be in the way.
@@ -334,7 +334,7 @@ class Heartbeat:
             job = claim.job
             if claim not in self._late:
                 self._late.add(claim)
-                log.warning("%r outlives its timeout: its claim is kept until it ends", job)
+                log.warning("%r outlives its timeout: its claim is extended until it ends", job)
             try:
                 await connection.call(
                     sql.TRY_EXTEND,
@@ -344,14 +344,14 @@ class Heartbeat:
                     patience=self._patience,
                 )
             except ConnectionLost as error:
-                log.warning("%r: its claim could not be kept: %s", job, error)
+                log.warning("%r: its claim could not be extended: %s", job, error)
                 return
             except psycopg.Error as error:
                 if sqlstate_of(error) in ("QJ001", "QJ002"):
                     self.extend_after.pop(claim, None)
                     self._tell(self._on_lost, claim)
                 else:
-                    log.warning("%r: its claim could not be kept: %s", job, describe(error))
+                    log.warning("%r: its claim could not be extended: %s", job, describe(error))
                     if claim in self.extend_after:
                         self.extend_after[claim] = clock()  # next time after the others
 

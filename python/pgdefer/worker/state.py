@@ -100,6 +100,7 @@ def check_may_run(*, has_run: bool) -> None:
         raise PgDeferError("a worker runs once", hint="Make another one.")
     if multiprocessing.current_process().name == JOB_PROCESS:
         raise PgDeferError(
-            "a process for jobs, which imports the worker's script, may not start a worker",
-            hint='Start the worker below `if __name__ == "__main__":`.',
+            "a process that runs jobs may not start a worker",
+            hint='In a module that it imports, start it below `if __name__ == "__main__":`; '
+            "in a handler, start it in a process of its own.",
         )

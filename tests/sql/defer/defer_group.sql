@@ -1,6 +1,6 @@
 -- Groups, chains and graphs.
 
-select plan(54);
+select plan(48);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -73,16 +73,6 @@ select is(test.refusal($$select queue.defer_chain('{}')$$), '22023', 'no chain')
 select is(test.refusal($$select queue.defer_chain('[{"task": "a"}, 1]')$$), '22023', 'a link that is no job');
 select is(test.refusal($$select queue.defer_chain('[1]')$$), '22023', 'the first');
 select is(test.refusal($$select queue.defer_chain(null)$$), '22023', 'none');
-select queue.defer_chain('[{"task": "a", "options": {"idempotency_key": "k", "retain": "0 s"}}, {"task": "b"}]') \g /dev/null
-select queue.done(array[pg_temp.id('a')]) \g /dev/null
-select lives_ok($$select queue.defer_chain('[{"task": "a", "options": {"idempotency_key": "k"}}, {"task": "b2"}]')$$, 'a chain is repeated once its first job may be pruned');
-select queue.delete(array[pg_temp.id('a')], true) \g /dev/null
-select is(pg_temp.states(), 'b:ready b2:ready', 'and is, without that job');
-select lives_ok($$select queue.defer_chain('[{"task": "a", "options": {"idempotency_key": "k"}}, {"task": "b3"}]')$$, 'it can be repeated once that is gone, too');
-select is((select cardinality(g.ids) from queue.defer_group('[{"task": "a", "options": {"idempotency_key": "k"}}, {"task": "c"}]', '{"task": "d"}') g), 2, 'so can a group');
-select is(pg_temp.states(), 'b:ready b2:ready b3:ready c:ready d:waiting', 'what follows waits for the others');
-select is((select j.needs from queue.jobs j where j.task = 'd'), array[pg_temp.id('c')], 'and needs them alone');
-call pg_temp.clear();
 select queue.defer('first') as first \gset
 select is(test.refusal(format('select queue.defer_chain(%L)', jsonb_build_array('{"task": "a"}'::jsonb, jsonb_build_object('task', 'b', 'needs', needs)))), '22023', 'needs that are no list: ' || needs::text)
 from (values (to_jsonb(:first)), (to_jsonb(:'first'::text)), (jsonb_build_object('id', :first))) v (needs);
