@@ -231,8 +231,8 @@ begin
     join queue.pending_settlement h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
 end $$;
 
--- Hands orphaned settlements to the next admission, but those that were set aside. It reads all, with the dead
--- rows that an open transaction keeps, and so runs rarely.
+-- Hands orphaned settlements to the next admission, but those that were set aside. It reads all, with the
+-- dead rows that an open transaction keeps, and so runs rarely.
 -- Locks: the caller holds the admission lock, so that neither the cursor nor the settlements move meanwhile.
 create or replace function queue._repair_settlements()
 returns void language plpgsql volatile parallel unsafe security invoker as $$

@@ -48,8 +48,8 @@ end $$;
 -- Locks: the admission lock. Without p_wait it gives up at once if another session has it.
 -- The holder must not idle: the server ends a session that stays idle in this transaction for 10 s, or sooner
 -- if its idle_in_transaction_session_timeout is lower. Nor may it wait long for others: with p_wait, as
--- operations have it, lock_timeout is at most 10 s for the rest of the transaction. The setting pgdefer.admits
--- tells later calls of the transaction that it holds the lock (_has_admission).
+-- operations have it, lock_timeout is at most 10 s for the rest of the transaction. The setting
+-- pgdefer.admits tells later calls of the transaction that it holds the lock (_has_admission).
 -- It waits in parts of 2 s: PostgreSQL lets a session wait for the holder's whole transaction if the holder
 -- took the lock in a savepoint that it has released, even if it then rolls back an outer one; others wait
 -- behind that session. If that holder then waits for the lock again, they wait for each other: such a

@@ -77,8 +77,8 @@ end $$;
 
 -- A rolled-back replacement may have left the mark of an earlier one, which has been applied.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
--- Why no mark of a later replacement is cleared: it has another number. Nor is that of an orphaned one, which
--- _repair_settlements finds later. All settlements, with the dead ones, are read only for a mark that is left.
+-- Why no mark of a later replacement is cleared: it has another number. Nor is that of an orphaned one,
+-- which _repair_settlements finds later. All settlements, with the dead ones, are read only for such a mark.
 create or replace function queue._repair_replacing()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

@@ -3008,8 +3008,8 @@ end $$;
 -- Locks: the admission lock. Without p_wait it gives up at once if another session has it.
 -- The holder must not idle: the server ends a session that stays idle in this transaction for 10 s, or sooner
 -- if its idle_in_transaction_session_timeout is lower. Nor may it wait long for others: with p_wait, as
--- operations have it, lock_timeout is at most 10 s for the rest of the transaction. The setting pgdefer.admits
--- tells later calls of the transaction that it holds the lock (_has_admission).
+-- operations have it, lock_timeout is at most 10 s for the rest of the transaction. The setting
+-- pgdefer.admits tells later calls of the transaction that it holds the lock (_has_admission).
 -- It waits in parts of 2 s: PostgreSQL lets a session wait for the holder's whole transaction if the holder
 -- took the lock in a savepoint that it has released, even if it then rolls back an outer one; others wait
 -- behind that session. If that holder then waits for the lock again, they wait for each other: such a
@@ -4301,8 +4301,8 @@ end $$;
 
 -- A rolled-back replacement may have left the mark of an earlier one, which has been applied.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
--- Why no mark of a later replacement is cleared: it has another number. Nor is that of an orphaned one, which
--- _repair_settlements finds later. All settlements, with the dead ones, are read only for a mark that is left.
+-- Why no mark of a later replacement is cleared: it has another number. Nor is that of an orphaned one,
+-- which _repair_settlements finds later. All settlements, with the dead ones, are read only for such a mark.
 create or replace function queue._repair_replacing()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -8355,8 +8355,8 @@ end $$;
 -- (While _retag gives new tags, m may stand before h. _refill hands over what takes long, and _retag ends.)
 -- Why no job waits in vain: jobs that wait hold no slot. One that queues up although it would fit names the
 -- key in grown, and _refill looks at the line. So in the end the first job of each line does not fit.
--- p_by_turns: shares take turns at slots for which no job waits yet, and the jobs that get them count as turns
--- in the line that begins.
+-- p_by_turns: shares take turns at slots for which no job waits yet, and the jobs that get them count as
+-- turns in the line that begins.
 -- Locks: the caller holds the admission lock.
 -- With a function of its own for the loop, 50 jobs with a key take 0.1 % more instructions.
 -- In one piece: the loop shares its arrays, so that function would take 11 arguments and return 9.
@@ -11031,8 +11031,8 @@ begin
     join queue.pending_settlement h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
 end $$;
 
--- Hands orphaned settlements to the next admission, but those that were set aside. It reads all, with the dead
--- rows that an open transaction keeps, and so runs rarely.
+-- Hands orphaned settlements to the next admission, but those that were set aside. It reads all, with the
+-- dead rows that an open transaction keeps, and so runs rarely.
 -- Locks: the caller holds the admission lock, so that neither the cursor nor the settlements move meanwhile.
 create or replace function queue._repair_settlements()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
