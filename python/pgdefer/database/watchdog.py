@@ -80,4 +80,5 @@ class Watchdog:
 
 #: The watchdog of this process.
 watchdog = Watchdog()
-os.register_at_fork(after_in_child=watchdog.begin_anew)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=watchdog.begin_anew)
