@@ -543,7 +543,7 @@ def test_a_program_that_starts_its_worker_when_imported(
         check=False,
         timeout=300,
     )
-    assert 'Start the worker below `if __name__ == "__main__":`' in done.stderr
+    assert 'start it below `if __name__ == "__main__":`' in done.stderr
     assert list(jobs.states().values()) == ["failed"]
 
 
