@@ -13,11 +13,7 @@ $$;
 create function pg_temp.start(queue text default 'once') returns text language sql as $$
   select f.args ->> 'name' from queue.fetch((select max(w.id) from queue.workers w), array[start.queue], 1) f;
 $$;
-create function pg_temp.finish_all() returns void language plpgsql as $$
-begin
-  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', 'succeeded')))
-  from queue.active_job v where v.claim is not null having count(*) > 0;
-end $$;
+\ir shares.helpers.psql
 create function pg_temp.has_turns() returns boolean language plpgsql as $$
 begin
   perform queue._end_tags();

@@ -16,11 +16,7 @@ $$;
 create function pg_temp.key(key text, slots integer) returns jsonb language sql as $$
   select jsonb_build_array(jsonb_build_object('key', key, 'limit', slots));
 $$;
-create function pg_temp.finish_all() returns void language plpgsql as $$
-begin
-  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', 'succeeded')))
-  from queue.active_job v where v.claim is not null having count(*) > 0;
-end $$;
+\ir shares.helpers.psql
 -- The names of the jobs that start in each of some rounds, sorted; all of a round end before the next.
 create function pg_temp.starts(rounds integer, queues text[] default null) returns text language plpgsql as $$
 declare

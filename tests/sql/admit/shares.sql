@@ -21,11 +21,7 @@ begin
   end loop;
   return array_to_string(v_names, ' ');
 end $$;
-create function pg_temp.finish_all(outcome text default 'succeeded') returns void language plpgsql as $$
-begin
-  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', finish_all.outcome)))
-  from queue.active_job v where v.claim is not null having count(*) > 0;
-end $$;
+\ir shares.helpers.psql
 create function pg_temp.defer(names text, share text default null, more jsonb default '{}', options jsonb default '{}') returns bigint language plpgsql as $$
 declare
   v_id bigint;
