@@ -111,7 +111,7 @@ end $$;
 -- an error elsewhere is raised again. fetch does without: it would cost a savepoint each time, and
 -- heartbeats come soon (work/maintenance.sql).
 -- Locks: the caller holds the admission lock.
-create or replace function queue._admit_surely(p_slice integer, out admitted integer, out has_more boolean)
+create or replace function queue._admit_or_singly(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
   select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice) a;

@@ -77,7 +77,7 @@ end $$;
 -- A later replacement makes it void, also while it waits: the key's row names the last one (replacing).
 -- Locks: the caller holds the admission lock; the job's row of queue.active_job by skip locked; the key's row
 -- by skip locked: while another replacement holds it, that one clears the mark. Two sessions:
--- defer/unique.replace_fetch.spec, defer/unique.replace_late.spec.
+-- defer/queueing_locks.replace_fetch.spec, defer/queueing_locks.replace_late.spec.
 create or replace function queue._apply_replacement(p_id bigint, p_payload jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

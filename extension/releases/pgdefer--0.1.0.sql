@@ -4221,7 +4221,7 @@ begin
   return v_function;
 end $$;
 
--- defer/unique.sql
+-- defer/queueing_locks.sql
 -- Queueing locks: at most one job that has not started (unique_until finish: not finished) per key.
 
 -- Takes the key for a new job and returns its id (p_id, if it has one already), or, as a negative number, the
@@ -4318,7 +4318,7 @@ end $$;
 
 -- Returns the jobs that a pending replacement keeps from starting; locks the keys of the others.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
-create or replace function queue._lock_queueing_locks(p_ids bigint[])
+create or replace function queue._try_lock_queueing_locks(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_free bigint[];
@@ -4357,8 +4357,9 @@ end $$;
 
 -- Writes new versions of the keys of jobs that are being claimed. So a replacement in REPEATABLE READ whose
 -- snapshot is older than the claim raises 40001; it would find the job unclaimed, and never be applied.
--- Locks: rows of queue.queueing_lock, which _lock_queueing_locks has locked: none of them is being replaced.
--- Two sessions: defer/unique.repeatable.spec.
+-- Locks: rows of queue.queueing_lock, which _try_lock_queueing_locks has locked: none of them is being
+-- replaced.
+-- Two sessions: defer/queueing_locks.repeatable.spec.
 create or replace function queue._renew_queueing_locks(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -10731,7 +10732,7 @@ end $$;
 -- A later replacement makes it void, also while it waits: the key's row names the last one (replacing).
 -- Locks: the caller holds the admission lock; the job's row of queue.active_job by skip locked; the key's row
 -- by skip locked: while another replacement holds it, that one clears the mark. Two sessions:
--- defer/unique.replace_fetch.spec, defer/unique.replace_late.spec.
+-- defer/queueing_locks.replace_fetch.spec, defer/queueing_locks.replace_late.spec.
 create or replace function queue._apply_replacement(p_id bigint, p_payload jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -11571,7 +11572,7 @@ end $$;
 -- an error elsewhere is raised again. fetch does without: it would cost a savepoint each time, and
 -- heartbeats come soon (work/maintenance.sql).
 -- Locks: the caller holds the admission lock.
-create or replace function queue._admit_surely(p_slice integer, out admitted integer, out has_more boolean)
+create or replace function queue._admit_or_singly(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
   select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice) a;
@@ -11894,7 +11895,7 @@ begin
     if not queue._pass_turns_on(p_ids, true) then
       v_has_news := queue._has_news();
       if v_has_news then
-        perform queue._admit_surely(1000);
+        perform queue._admit_or_singly(1000);
       end if;
       if not v_has_news or not queue._pass_turns_on(p_ids) then
         perform queue._advance(p_turned => queue._leave_locks(p_ids, true));
@@ -11946,7 +11947,7 @@ begin
   perform queue._settle_slots(p_ids, p_kinds, p_flags, p_payloads);
   if 'ended' = any (p_kinds) and exists (select from unnest(p_flags) f where f & 3/* lock */ <> 0)
     and queue._has_news() then
-    perform queue._admit_surely(1000);
+    perform queue._admit_or_singly(1000);
   end if;
   perform queue._settle(p_ids, p_kinds, p_flags);
 end $$;
@@ -14825,7 +14826,7 @@ declare
 begin
   admitted := 0;
   for v_slice in 1 .. p_slices loop
-    select a.* into v_admit from queue._admit_surely(1000) a;
+    select a.* into v_admit from queue._admit_or_singly(1000) a;
     admitted := admitted + v_admit.admitted;
     exit when not v_admit.has_more or clock_timestamp() > v_start + p_budget;
   end loop;
@@ -15256,7 +15257,7 @@ end $$;
 -- room together, and the sum of all that are ready is an integer.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: the others stay in queue.waiting, where _refill finds them.
--- Two sessions: defer/unique.replace_fetch.spec.
+-- Two sessions: defer/queueing_locks.replace_fetch.spec.
 create or replace function queue._make_ready_early(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -15440,7 +15441,7 @@ begin
   end if;
   v_fixed := v_due;
   if v_jobs.all_flags & 8448/* queueing_lock */ <> 0 then
-    v_fixed := v_fixed || queue._lock_queueing_locks(v_jobs.ids);
+    v_fixed := v_fixed || queue._try_lock_queueing_locks(v_jobs.ids);
   end if;
   if v_jobs.all_flags & 6/* slots */ <> 0 then
     select array_agg(x.n order by x.n) as ns, array_agg(x.no order by x.n) as nos,
@@ -15603,7 +15604,7 @@ end $$;
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
 -- Why no wake-up is lost: the admitted jobs are ready for the loop's next round, and a job that is being
 -- replaced stays ready; each claim checks the limits again.
--- Two sessions: defer/unique.replace_fetch.spec.
+-- Two sessions: defer/queueing_locks.replace_fetch.spec.
 create or replace function queue._fill_behind_replaced(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -15614,7 +15615,7 @@ begin
     select aj.id from queue.active_job aj where aj.id = any (p_ids) and aj.claim is null
       and aj.flags & 6/* slots */ <> 0 and aj.flags & 8448/* queueing_lock */ <> 0);
   if v_ids <> '{}' then
-    v_ids := queue._lock_queueing_locks(v_ids);
+    v_ids := queue._try_lock_queueing_locks(v_ids);
   end if;
   if v_ids = '{}' then
     return;
@@ -15787,7 +15788,7 @@ end $$;
 -- Locks: as _claim_limited.
 -- Why no wake-up is lost: the settlement that it leaves keeps workers awake, and each of these fetches moves
 -- jobs to lines that it does not look at again while their keys are full.
--- Two sessions: defer/unique.replace_fetch.spec.
+-- Two sessions: defer/queueing_locks.replace_fetch.spec.
 create or replace function queue._claim_filtered(
   p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[],
   p_limits jsonb default null)
@@ -15990,7 +15991,7 @@ end $$;
 -- Locks: the worker's row by skip locked, because the holder of the admission lock never waits. If another
 -- session has it (heartbeat), nothing changes until the next call.
 -- Raises: QJ007.
-create or replace function queue._worker_turn(
+create or replace function queue._may_claim(
   p_worker bigint, p_ready integer[], p_has_lock boolean, p_tasks text[] default null,
   p_before timestamptz default null, p_only bigint[] default null)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
@@ -16009,16 +16010,16 @@ begin
       and aj.claim = v_worker.apart_claim) then
       return 'nothing';
     end if;
-    perform queue._set_isolation(p_worker, null, null);
+    perform queue._set_apart(p_worker, null, null);
     return case when p_ready is null then 'others' else 'either' end;
   elsif v_worker.apart_since is not null
     and v_now > v_worker.apart_until + 4 * (v_worker.apart_until - v_worker.apart_since) then
-    perform queue._set_isolation(p_worker, null, null);
+    perform queue._set_apart(p_worker, null, null);
     v_worker.apart_since := null;
   end if;
   if p_ready is null then
     if v_worker.apart_since is not null then
-      perform queue._set_isolation(p_worker, null, null);
+      perform queue._set_apart(p_worker, null, null);
     end if;
     return 'others';
   end if;
@@ -16032,7 +16033,7 @@ begin
   end if;
   v_waited := v_now - queue._crashed_waits_since(p_worker, p_ready, p_tasks, p_before, p_only);
   if v_waited > interval '5 s' then
-    return case when queue._set_isolation(p_worker, v_now, v_now + greatest(v_waited / 4, interval '30 s'))
+    return case when queue._set_apart(p_worker, v_now, v_now + greatest(v_waited / 4, interval '30 s'))
       then 'nothing' else 'others' end;
   end if;
   return 'others';
@@ -16099,7 +16100,7 @@ returns bigint[] language plpgsql volatile parallel unsafe security invoker as $
 declare
   v_ids bigint[];
 begin
-  if p_lanes is null or not queue._set_isolation(p_worker, null, null) then
+  if p_lanes is null or not queue._set_apart(p_worker, null, null) then
     return null;
   elsif num_nonnulls(p_tasks, p_before, p_only) > 0 then
     v_ids := queue._claim_filtered(p_worker, p_lanes, 1, p_tasks, p_before, p_only);
@@ -16116,7 +16117,7 @@ end $$;
 
 -- Records that a worker runs dry, or no longer does (NULL); false: another session has its row locked now.
 -- Locks: the worker's row by skip locked.
-create or replace function queue._set_isolation(p_worker bigint, p_since timestamptz, p_until timestamptz)
+create or replace function queue._set_apart(p_worker bigint, p_since timestamptz, p_until timestamptz)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.worker w set apart_since = p_since, apart_until = p_until, apart_id = null, apart_claim = null
@@ -16193,7 +16194,7 @@ begin
       where m.place is not null and (l.paused_until is null or l.paused_until <= v_now)
         and (v_limits is null or queue._worker_room(p_worker, v_limits, l.queue, 1) is distinct from 0)) l;
     if v_turn is null and not p_by_hand then
-      v_turn := nullif(queue._worker_turn(p_worker, v_quarantined, true, v_tasks, v_before, v_only),
+      v_turn := nullif(queue._may_claim(p_worker, v_quarantined, true, v_tasks, v_before, v_only),
         case when v_quarantined is null then 'others' end);
       if v_turn = 'nothing' then
         return null;
@@ -16255,7 +16256,7 @@ begin
 end $$;
 
 -- How many jobs to claim if a worker asks for many: as many as fitted into this session's last full answer,
--- and an eighth more each time that an answer leaves room. Putting jobs aside costs more than another call.
+-- and an eighth more each time that an answer leaves room. An undelivered claim costs more than another call.
 create or replace function queue._fitting(p_max_jobs integer)
 returns integer language plpgsql stable parallel safe security invoker as $$
 begin
@@ -16583,7 +16584,7 @@ begin
         v_quarantined := case when v_choice.kind = 2/* lane_crashed */
           then queue._quarantined_lanes(v_choice.lanes) end;
         if v_turn is null then
-          v_turn := nullif(queue._worker_turn(p_worker, v_quarantined, v_has_lock),
+          v_turn := nullif(queue._may_claim(p_worker, v_quarantined, v_has_lock),
             case when v_quarantined is null then 'others' end);
           if v_turn = 'alone' then
             ids := queue._claim_alone(p_worker, v_quarantined);
@@ -16791,19 +16792,19 @@ end $$;
 --
 -- The rows of an answer travel before its transaction ends. A client that stops reading (frozen, or on a
 -- stalled network) keeps the transaction open, with all its locks, for as long as TCP takes. So an answer is
--- never larger than what the sockets' buffers always take: 64 kB. Further claims are put aside in
+-- never larger than what the sockets' buffers always take: 64 kB. Further claims are kept undelivered, in
 -- queue.undelivered. The next fetch of the worker hands them out, in a transaction that holds only these
 -- rows: neither the admission lock nor claims, so that a worker which freezes meanwhile is declared dead like
 -- any other. A claim that was never handed out counts as released, whatever happens to the worker.
 --
--- pgdefer.undelivered, a setting of the session, names the worker that has claims aside, so that other
+-- pgdefer.undelivered, a setting of the session, names the worker that has undelivered claims, so that other
 -- fetches need not look for them. A new session looks once, and whenever it finds nothing to claim (behind a
 -- transaction pooler).
 
--- Locks, here and in callers: a fetch that puts claims aside holds the rows of queue.active_job that it has
--- claimed, and the admission lock if it took it; its rows of queue.undelivered are new, so nobody waits for
--- them. A fetch that hands out holds only rows of queue.undelivered, which reap and before_sleep skip. A
--- fetch that meets expired claims ends these, and hands out nothing.
+-- Locks, here and in callers: a fetch that keeps claims undelivered holds the rows of queue.active_job that
+-- it has claimed, and the admission lock if it took it; its rows of queue.undelivered are new, so nobody
+-- waits for them. A fetch that hands out holds only rows of queue.undelivered, which reap and before_sleep
+-- skip. A fetch that meets expired claims ends these, and hands out nothing.
 -- Why nothing is lost: a claim and its row here commit together, so each claim is either handed out by the
 -- fetch that made it or has a row. The transaction that hands the claim out deletes the row; if it fails, the
 -- row is still there. If the claim ends meanwhile (reap, abort, retry with force), its row of
@@ -16823,9 +16824,9 @@ begin
     from queue.job_now j where j.id = p_id);
 end $$;
 
--- Releases claims that are aside for a worker and may no longer start; an expired job is cancelled by that.
--- Returns whether there was any. A claim whose row another transaction holds stays aside and is not handed
--- out; the next call finds out whether it has ended.
+-- Releases undelivered claims of a worker that may no longer start; an expired job is cancelled by that.
+-- Returns whether there was any. A claim whose row another transaction holds stays undelivered; the next call
+-- finds out whether it has ended.
 -- Locks: rows of queue.undelivered, then of queue.active_job, by skip locked.
 create or replace function queue._give_back_undelivered(p_worker bigint)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
@@ -16854,7 +16855,7 @@ begin
   return v_has_any;
 end $$;
 
--- Makes the next fetch of this session hand out claims that are aside for a worker, if there are any.
+-- Makes the next fetch of this session hand out the undelivered claims of a worker, if there are any.
 -- Locks: none. Why nothing is missed: a session looks at its first fetch, and whenever it finds nothing to
 -- claim.
 create or replace function queue._look_for_undelivered(p_worker bigint)
@@ -16865,9 +16866,9 @@ begin
   end if;
 end $$;
 
--- Returns those of the claimed jobs, in claim order, that fit into one answer, and puts the others aside.
--- Each takes about 120 bytes (row_bytes) in addition to its args, headers and steps. p_are_first: as
--- first_claim of _claim_newcomer, so that usually one sum shows that all fit.
+-- Returns those of the claimed jobs, in claim order, that fit into one answer, and keeps the others
+-- undelivered. Each takes about 120 bytes (row_bytes) in addition to its args, headers and steps.
+-- p_are_first: as first_claim of _claim_newcomer, so that usually one sum shows that all fit.
 -- Locks: none that another transaction waits for; the transaction holds the rows of queue.active_job, and
 -- maybe the admission lock.
 -- Why no wake-up is lost: a worker that gets none of the claimed jobs may be about to sleep, and is told to
@@ -16920,14 +16921,14 @@ begin
   return v_fit.ids;
 end $$;
 
--- Returns claims that are aside for a worker, in claim order: at most p_n jobs, up to 4 MB, or one job. They
--- are no longer aside; some may have ended meanwhile. NULL: there are none.
+-- Returns undelivered claims of a worker, in claim order: at most p_n jobs, up to 4 MB, or one job. They
+-- count as delivered; some may have ended meanwhile. NULL: there are none.
 -- If some may no longer start, these are given back instead, and none is handed out (ids is empty): large
 -- rows must not travel while a claim's row is held.
 -- Locks: rows of queue.undelivered by skip locked; if some may no longer start, then rows of queue.active_job
 -- by skip locked, never the admission lock.
 -- Why no wake-up is lost: the end of a claim is handed over as by succeed. before_sleep sees claims that are
--- still aside, and a worker about to sleep is told to fetch again.
+-- still undelivered, and a worker about to sleep is told to fetch again.
 -- Raises: 22023, QJ007.
 create or replace function queue._deliver(p_worker bigint, p_n integer, out ids bigint[], out claims bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -16938,7 +16939,7 @@ begin
   elsif queue._give_back_undelivered(p_worker) then
     ids := '{}'::bigint[];
   else
-    with aside as (
+    with deliverable as (
       select u.no, u.size from queue.undelivered u
       where u.worker_id = p_worker and queue._may_start(u.id)
       order by u.no for update skip locked),
@@ -16946,7 +16947,7 @@ begin
       delete from queue.undelivered u
       where u.worker_id = p_worker and u.no in (
         select a.no from (select a.no, sum(a.size) over (order by a.no) as total,
-          row_number() over (order by a.no) as n from aside a) a
+          row_number() over (order by a.no) as n from deliverable a) a
         where a.n = 1 or a.total <= 4000000 and a.n <= p_n)
       returning u.no, u.id, u.claim)
     select array_agg(g.id order by g.no), array_agg(g.claim order by g.no) into ids, claims from gone g;
@@ -16988,7 +16989,7 @@ begin
       queues := queue._narrow_queues('{worker}', queues);
     end if;
     perform queue._ensure_era();
-    -- once per session: claims that another session of the worker has put aside
+    -- once per session: undelivered claims of another session of the worker
     perform queue._look_for_undelivered(worker);
   end if;
   if current_setting('pgdefer.undelivered', true) = worker::text then
@@ -17088,7 +17089,7 @@ begin
       queues := queue._narrow_queues('{worker}', queues);
     end if;
     perform queue._ensure_era();
-    -- once per session: claims that another session of the worker has put aside
+    -- once per session: undelivered claims of another session of the worker
     perform queue._look_for_undelivered(finish_and_fetch.worker);
   end if;
   if not v_may_wait then

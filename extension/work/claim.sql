@@ -173,7 +173,7 @@ begin
         v_quarantined := case when v_choice.kind = {{lane_crashed}}
           then queue._quarantined_lanes(v_choice.lanes) end;
         if v_turn is null then
-          v_turn := nullif(queue._worker_turn(p_worker, v_quarantined, v_has_lock),
+          v_turn := nullif(queue._may_claim(p_worker, v_quarantined, v_has_lock),
             case when v_quarantined is null then 'others' end);
           if v_turn = 'alone' then
             ids := queue._claim_alone(p_worker, v_quarantined);

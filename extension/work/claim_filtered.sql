@@ -10,7 +10,7 @@
 -- Locks: as _claim_limited.
 -- Why no wake-up is lost: the settlement that it leaves keeps workers awake, and each of these fetches moves
 -- jobs to lines that it does not look at again while their keys are full.
--- Two sessions: defer/unique.replace_fetch.spec.
+-- Two sessions: defer/queueing_locks.replace_fetch.spec.
 create or replace function queue._claim_filtered(
   p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[],
   p_limits jsonb default null)

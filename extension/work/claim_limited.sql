@@ -134,7 +134,7 @@ begin
   end if;
   v_fixed := v_due;
   if v_jobs.all_flags & {{queueing_lock}} <> 0 then
-    v_fixed := v_fixed || queue._lock_queueing_locks(v_jobs.ids);
+    v_fixed := v_fixed || queue._try_lock_queueing_locks(v_jobs.ids);
   end if;
   if v_jobs.all_flags & {{slots}} <> 0 then
     select array_agg(x.n order by x.n) as ns, array_agg(x.no order by x.n) as nos,
@@ -297,7 +297,7 @@ end $$;
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
 -- Why no wake-up is lost: the admitted jobs are ready for the loop's next round, and a job that is being
 -- replaced stays ready; each claim checks the limits again.
--- Two sessions: defer/unique.replace_fetch.spec.
+-- Two sessions: defer/queueing_locks.replace_fetch.spec.
 create or replace function queue._fill_behind_replaced(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -308,7 +308,7 @@ begin
     select aj.id from queue.active_job aj where aj.id = any (p_ids) and aj.claim is null
       and aj.flags & {{slots}} <> 0 and aj.flags & {{queueing_lock}} <> 0);
   if v_ids <> '{}' then
-    v_ids := queue._lock_queueing_locks(v_ids);
+    v_ids := queue._try_lock_queueing_locks(v_ids);
   end if;
   if v_ids = '{}' then
     return;

@@ -55,7 +55,7 @@ begin
       where m.place is not null and (l.paused_until is null or l.paused_until <= v_now)
         and (v_limits is null or queue._worker_room(p_worker, v_limits, l.queue, 1) is distinct from 0)) l;
     if v_turn is null and not p_by_hand then
-      v_turn := nullif(queue._worker_turn(p_worker, v_quarantined, true, v_tasks, v_before, v_only),
+      v_turn := nullif(queue._may_claim(p_worker, v_quarantined, true, v_tasks, v_before, v_only),
         case when v_quarantined is null then 'others' end);
       if v_turn = 'nothing' then
         return null;
@@ -117,7 +117,7 @@ begin
 end $$;
 
 -- How many jobs to claim if a worker asks for many: as many as fitted into this session's last full answer,
--- and an eighth more each time that an answer leaves room. Putting jobs aside costs more than another call.
+-- and an eighth more each time that an answer leaves room. An undelivered claim costs more than another call.
 create or replace function queue._fitting(p_max_jobs integer)
 returns integer language plpgsql stable parallel safe security invoker as $$
 begin

@@ -2,19 +2,19 @@
 --
 -- The rows of an answer travel before its transaction ends. A client that stops reading (frozen, or on a
 -- stalled network) keeps the transaction open, with all its locks, for as long as TCP takes. So an answer is
--- never larger than what the sockets' buffers always take: 64 kB. Further claims are put aside in
+-- never larger than what the sockets' buffers always take: 64 kB. Further claims are kept undelivered, in
 -- queue.undelivered. The next fetch of the worker hands them out, in a transaction that holds only these
 -- rows: neither the admission lock nor claims, so that a worker which freezes meanwhile is declared dead like
 -- any other. A claim that was never handed out counts as released, whatever happens to the worker.
 --
--- pgdefer.undelivered, a setting of the session, names the worker that has claims aside, so that other
+-- pgdefer.undelivered, a setting of the session, names the worker that has undelivered claims, so that other
 -- fetches need not look for them. A new session looks once, and whenever it finds nothing to claim (behind a
 -- transaction pooler).
 
--- Locks, here and in callers: a fetch that puts claims aside holds the rows of queue.active_job that it has
--- claimed, and the admission lock if it took it; its rows of queue.undelivered are new, so nobody waits for
--- them. A fetch that hands out holds only rows of queue.undelivered, which reap and before_sleep skip. A
--- fetch that meets expired claims ends these, and hands out nothing.
+-- Locks, here and in callers: a fetch that keeps claims undelivered holds the rows of queue.active_job that
+-- it has claimed, and the admission lock if it took it; its rows of queue.undelivered are new, so nobody
+-- waits for them. A fetch that hands out holds only rows of queue.undelivered, which reap and before_sleep
+-- skip. A fetch that meets expired claims ends these, and hands out nothing.
 -- Why nothing is lost: a claim and its row here commit together, so each claim is either handed out by the
 -- fetch that made it or has a row. The transaction that hands the claim out deletes the row; if it fails, the
 -- row is still there. If the claim ends meanwhile (reap, abort, retry with force), its row of
@@ -34,9 +34,9 @@ begin
     from queue.job_now j where j.id = p_id);
 end $$;
 
--- Releases claims that are aside for a worker and may no longer start; an expired job is cancelled by that.
--- Returns whether there was any. A claim whose row another transaction holds stays aside and is not handed
--- out; the next call finds out whether it has ended.
+-- Releases undelivered claims of a worker that may no longer start; an expired job is cancelled by that.
+-- Returns whether there was any. A claim whose row another transaction holds stays undelivered; the next call
+-- finds out whether it has ended.
 -- Locks: rows of queue.undelivered, then of queue.active_job, by skip locked.
 create or replace function queue._give_back_undelivered(p_worker bigint)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
@@ -65,7 +65,7 @@ begin
   return v_has_any;
 end $$;
 
--- Makes the next fetch of this session hand out claims that are aside for a worker, if there are any.
+-- Makes the next fetch of this session hand out the undelivered claims of a worker, if there are any.
 -- Locks: none. Why nothing is missed: a session looks at its first fetch, and whenever it finds nothing to
 -- claim.
 create or replace function queue._look_for_undelivered(p_worker bigint)
@@ -76,9 +76,9 @@ begin
   end if;
 end $$;
 
--- Returns those of the claimed jobs, in claim order, that fit into one answer, and puts the others aside.
--- Each takes about 120 bytes (row_bytes) in addition to its args, headers and steps. p_are_first: as
--- first_claim of _claim_newcomer, so that usually one sum shows that all fit.
+-- Returns those of the claimed jobs, in claim order, that fit into one answer, and keeps the others
+-- undelivered. Each takes about 120 bytes (row_bytes) in addition to its args, headers and steps.
+-- p_are_first: as first_claim of _claim_newcomer, so that usually one sum shows that all fit.
 -- Locks: none that another transaction waits for; the transaction holds the rows of queue.active_job, and
 -- maybe the admission lock.
 -- Why no wake-up is lost: a worker that gets none of the claimed jobs may be about to sleep, and is told to
@@ -131,14 +131,14 @@ begin
   return v_fit.ids;
 end $$;
 
--- Returns claims that are aside for a worker, in claim order: at most p_n jobs, up to 4 MB, or one job. They
--- are no longer aside; some may have ended meanwhile. NULL: there are none.
+-- Returns undelivered claims of a worker, in claim order: at most p_n jobs, up to 4 MB, or one job. They
+-- count as delivered; some may have ended meanwhile. NULL: there are none.
 -- If some may no longer start, these are given back instead, and none is handed out (ids is empty): large
 -- rows must not travel while a claim's row is held.
 -- Locks: rows of queue.undelivered by skip locked; if some may no longer start, then rows of queue.active_job
 -- by skip locked, never the admission lock.
 -- Why no wake-up is lost: the end of a claim is handed over as by succeed. before_sleep sees claims that are
--- still aside, and a worker about to sleep is told to fetch again.
+-- still undelivered, and a worker about to sleep is told to fetch again.
 -- Raises: 22023, QJ007.
 create or replace function queue._deliver(p_worker bigint, p_n integer, out ids bigint[], out claims bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -149,7 +149,7 @@ begin
   elsif queue._give_back_undelivered(p_worker) then
     ids := '{}'::bigint[];
   else
-    with aside as (
+    with deliverable as (
       select u.no, u.size from queue.undelivered u
       where u.worker_id = p_worker and queue._may_start(u.id)
       order by u.no for update skip locked),
@@ -157,7 +157,7 @@ begin
       delete from queue.undelivered u
       where u.worker_id = p_worker and u.no in (
         select a.no from (select a.no, sum(a.size) over (order by a.no) as total,
-          row_number() over (order by a.no) as n from aside a) a
+          row_number() over (order by a.no) as n from deliverable a) a
         where a.n = 1 or a.total <= 4000000 and a.n <= p_n)
       returning u.no, u.id, u.claim)
     select array_agg(g.id order by g.no), array_agg(g.claim order by g.no) into ids, claims from gone g;

@@ -50,7 +50,7 @@ begin
     if not queue._pass_turns_on(p_ids, true) then
       v_has_news := queue._has_news();
       if v_has_news then
-        perform queue._admit_surely(1000);
+        perform queue._admit_or_singly(1000);
       end if;
       if not v_has_news or not queue._pass_turns_on(p_ids) then
         perform queue._advance(p_turned => queue._leave_locks(p_ids, true));
@@ -102,7 +102,7 @@ begin
   perform queue._settle_slots(p_ids, p_kinds, p_flags, p_payloads);
   if 'ended' = any (p_kinds) and exists (select from unnest(p_flags) f where f & {{lock}} <> 0)
     and queue._has_news() then
-    perform queue._admit_surely(1000);
+    perform queue._admit_or_singly(1000);
   end if;
   perform queue._settle(p_ids, p_kinds, p_flags);
 end $$;

@@ -29,7 +29,7 @@ begin
       queues := queue._narrow_queues('{worker}', queues);
     end if;
     perform queue._ensure_era();
-    -- once per session: claims that another session of the worker has put aside
+    -- once per session: undelivered claims of another session of the worker
     perform queue._look_for_undelivered(worker);
   end if;
   if current_setting('pgdefer.undelivered', true) = worker::text then
@@ -129,7 +129,7 @@ begin
       queues := queue._narrow_queues('{worker}', queues);
     end if;
     perform queue._ensure_era();
-    -- once per session: claims that another session of the worker has put aside
+    -- once per session: undelivered claims of another session of the worker
     perform queue._look_for_undelivered(finish_and_fetch.worker);
   end if;
   if not v_may_wait then

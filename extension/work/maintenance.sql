@@ -89,7 +89,7 @@ declare
 begin
   admitted := 0;
   for v_slice in 1 .. p_slices loop
-    select a.* into v_admit from queue._admit_surely(1000) a;
+    select a.* into v_admit from queue._admit_or_singly(1000) a;
     admitted := admitted + v_admit.admitted;
     exit when not v_admit.has_more or clock_timestamp() > v_start + p_budget;
   end loop;

@@ -28,7 +28,7 @@
 -- Locks: the worker's row by skip locked, because the holder of the admission lock never waits. If another
 -- session has it (heartbeat), nothing changes until the next call.
 -- Raises: QJ007.
-create or replace function queue._worker_turn(
+create or replace function queue._may_claim(
   p_worker bigint, p_ready integer[], p_has_lock boolean, p_tasks text[] default null,
   p_before timestamptz default null, p_only bigint[] default null)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
@@ -47,16 +47,16 @@ begin
       and aj.claim = v_worker.apart_claim) then
       return 'nothing';
     end if;
-    perform queue._set_isolation(p_worker, null, null);
+    perform queue._set_apart(p_worker, null, null);
     return case when p_ready is null then 'others' else 'either' end;
   elsif v_worker.apart_since is not null
     and v_now > v_worker.apart_until + 4 * (v_worker.apart_until - v_worker.apart_since) then
-    perform queue._set_isolation(p_worker, null, null);
+    perform queue._set_apart(p_worker, null, null);
     v_worker.apart_since := null;
   end if;
   if p_ready is null then
     if v_worker.apart_since is not null then
-      perform queue._set_isolation(p_worker, null, null);
+      perform queue._set_apart(p_worker, null, null);
     end if;
     return 'others';
   end if;
@@ -70,7 +70,7 @@ begin
   end if;
   v_waited := v_now - queue._crashed_waits_since(p_worker, p_ready, p_tasks, p_before, p_only);
   if v_waited > interval '5 s' then
-    return case when queue._set_isolation(p_worker, v_now, v_now + greatest(v_waited / 4, interval '30 s'))
+    return case when queue._set_apart(p_worker, v_now, v_now + greatest(v_waited / 4, interval '30 s'))
       then 'nothing' else 'others' end;
   end if;
   return 'others';
@@ -137,7 +137,7 @@ returns bigint[] language plpgsql volatile parallel unsafe security invoker as $
 declare
   v_ids bigint[];
 begin
-  if p_lanes is null or not queue._set_isolation(p_worker, null, null) then
+  if p_lanes is null or not queue._set_apart(p_worker, null, null) then
     return null;
   elsif num_nonnulls(p_tasks, p_before, p_only) > 0 then
     v_ids := queue._claim_filtered(p_worker, p_lanes, 1, p_tasks, p_before, p_only);
@@ -154,7 +154,7 @@ end $$;
 
 -- Records that a worker runs dry, or no longer does (NULL); false: another session has its row locked now.
 -- Locks: the worker's row by skip locked.
-create or replace function queue._set_isolation(p_worker bigint, p_since timestamptz, p_until timestamptz)
+create or replace function queue._set_apart(p_worker bigint, p_since timestamptz, p_until timestamptz)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.worker w set apart_since = p_since, apart_until = p_until, apart_id = null, apart_claim = null

@@ -6,7 +6,7 @@
 -- room together, and the sum of all that are ready is an integer.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: the others stay in queue.waiting, where _refill finds them.
--- Two sessions: defer/unique.replace_fetch.spec.
+-- Two sessions: defer/queueing_locks.replace_fetch.spec.
 create or replace function queue._make_ready_early(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare

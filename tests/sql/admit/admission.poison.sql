@@ -139,7 +139,7 @@ create function pg_temp.rounds() returns integer language plpgsql as $$
 begin
   perform queue._lock_admission(true);
   for n in 1 .. 10 loop
-    if not (select a.has_more from queue._admit_surely(1000) a) then
+    if not (select a.has_more from queue._admit_or_singly(1000) a) then
       return n;
     end if;
   end loop;

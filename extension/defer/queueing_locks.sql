@@ -94,7 +94,7 @@ end $$;
 
 -- Returns the jobs that a pending replacement keeps from starting; locks the keys of the others.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
-create or replace function queue._lock_queueing_locks(p_ids bigint[])
+create or replace function queue._try_lock_queueing_locks(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_free bigint[];
@@ -133,8 +133,9 @@ end $$;
 
 -- Writes new versions of the keys of jobs that are being claimed. So a replacement in REPEATABLE READ whose
 -- snapshot is older than the claim raises 40001; it would find the job unclaimed, and never be applied.
--- Locks: rows of queue.queueing_lock, which _lock_queueing_locks has locked: none of them is being replaced.
--- Two sessions: defer/unique.repeatable.spec.
+-- Locks: rows of queue.queueing_lock, which _try_lock_queueing_locks has locked: none of them is being
+-- replaced.
+-- Two sessions: defer/queueing_locks.repeatable.spec.
 create or replace function queue._renew_queueing_locks(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
