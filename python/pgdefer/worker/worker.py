@@ -91,12 +91,13 @@ class Worker:
         self.queues = None if queues is None else as_list("queues", queues)
         slots = options.get("slots", [options.get("concurrency", 20)])
         tasks = options.get("tasks")
+        self.tasks = None if tasks is None else as_list("tasks", tasks)
         is_listed = options.get("order") == "listed"
         if is_listed and self.queues is None:
             raise ValueError("order='listed' needs a list of queues")
         self.slots = parse_slots(
             as_list("slots", slots),
-            None if tasks is None else as_list("tasks", tasks),
+            self.tasks,
             is_listed=is_listed,
             prefetch=options.get("prefetch", MOST),
             max_running=options.get("max_running"),
@@ -164,11 +165,17 @@ class Worker:
         run_until_signal(self.run_async, self.executor.note_unresponsive)
 
     async def run_async(self, *, handle_signals: bool = False) -> None:
-        """Run until `stop`. Cancelled, stop: at once, unless there is a `shutdown_timeout`."""
+        """Run until `stop`. Cancelled, stop: at once, unless there is a `shutdown_timeout`.
+
+        Raises UnknownTask for one of `tasks` that the app does not have.
+        """
         check_may_run(has_run=self._loop is not None)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self.app.import_tasks()
+        if self.only_runner is None:
+            for task in self.tasks or ():
+                self.app.get(task)
         self._make_parts()
         self.executor.attach(
             self.heartbeat,

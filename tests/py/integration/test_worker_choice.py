@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pgdefer import App, Worker
+from pgdefer import App, UnknownTask, Worker
 
 from .conftest import Jobs, running, until
 
@@ -45,6 +45,16 @@ def test_what_is_no_order(app: App) -> None:
         Worker(app, order="listed")
     with pytest.raises(ValueError, match="tasks is empty"):
         Worker(app, tasks=[])
+
+
+async def test_a_task_that_the_app_does_not_have(app: App, jobs: Jobs) -> None:
+    @app.task
+    def task() -> None: ...
+
+    job = await task.defer_async()
+    with pytest.raises(UnknownTask, match="the task 'tsk' isn't known here"):
+        await Worker(app, tasks=[task.name, "tsk"]).run_async()
+    assert jobs.states()[job.id] == "ready"
 
 
 async def test_at_most_so_many_of_a_queue(app: App, jobs: Jobs) -> None:
