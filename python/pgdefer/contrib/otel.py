@@ -24,7 +24,7 @@ from pgdefer.contrib._attach import attach
 from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.error_report import error_details, error_text
 from pgdefer.tasks.prepared import Deferral
-from pgdefer.tasks.raised import JobSuspended
+from pgdefer.tasks.raised import suspension
 
 __all__ = ["instrument"]
 
@@ -235,8 +235,8 @@ class _Run:
         telemetry = self._telemetry
         ended = time.perf_counter() if telemetry.is_measuring else 0
         otel_context.detach(self._token)
-        if isinstance(error, JobSuspended) and self._job.steps.ended_as is not None:
-            error = error.__cause__  # of a step that has failed; sleeps and waits have none
+        if (suspended := suspension(error)) and self._job.steps.ended_as is not None:
+            error = suspended.__cause__  # of a step that has failed; sleeps and waits have none
         try:
             if error is not None and self._span.is_recording():
                 self._fail(error)

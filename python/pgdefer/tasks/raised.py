@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pgdefer.errors import PgDeferError
 from pgdefer.options import HasId, as_list
 
-__all__ = ["JobAborted", "JobSuspended", "JobTimeout", "RetryLater"]
+__all__ = ["JobAborted", "JobSuspended", "JobTimeout", "RetryLater", "suspension"]
 
 
 class JobSuspended(BaseException):
@@ -17,6 +17,13 @@ class JobSuspended(BaseException):
     In a later run these methods return. It is not an Exception, so `except Exception` does not
     catch it; do not catch it either.
     """
+
+
+def suspension(error: BaseException | None) -> JobSuspended | None:
+    """Return the JobSuspended that an error is, or of which the group of a TaskGroup consists."""
+    while isinstance(error, BaseExceptionGroup) and error.split(JobSuspended)[1] is None:
+        error = error.exceptions[0]
+    return error if isinstance(error, JobSuspended) else None
 
 
 class JobTimeout(BaseException):

@@ -26,7 +26,7 @@ from pgdefer.tasks.context import (
     enter_job,
     leave_job,
 )
-from pgdefer.tasks.raised import JobSuspended
+from pgdefer.tasks.raised import suspension
 from pgdefer.tasks.task import Task
 from pgdefer.testing.connections import (
     AsyncOverSync,
@@ -87,10 +87,11 @@ async def perform(
             if task.is_async and not waits:
                 return run_apart(_perform(job, task, connection))
             return await _perform(job, task, connection)
-    except JobSuspended:
-        return Ended(None)
-    except (Exception, asyncio.CancelledError, JobTimeout) as error:
-        if isinstance(error, asyncio.CancelledError) and job._abort_reason is None:
+    except BaseException as error:
+        if suspension(error) is not None:
+            return Ended(None)
+        is_aborted = isinstance(error, asyncio.CancelledError) and job._abort_reason is not None
+        if not is_aborted and not isinstance(error, Exception | JobTimeout):
             raise
         return Ended(outcome_of(job, task.failure_policy, error), error=error)
     finally:

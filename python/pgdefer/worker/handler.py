@@ -19,7 +19,7 @@ from pgdefer.tasks.context import JobContext, Middleware, enter_job
 from pgdefer.tasks.error_report import error_text
 from pgdefer.tasks.failure_policy import RETRY_POLICY_ONLY
 from pgdefer.tasks.middleware import AsyncEntered, Entered
-from pgdefer.tasks.raised import JobSuspended
+from pgdefer.tasks.raised import suspension
 from pgdefer.tasks.task import Task
 from pgdefer.worker import memory, outcomes
 from pgdefer.worker.ending import outcome_of, stops_with, success, timed_out
@@ -99,12 +99,13 @@ def _settled(
     if isinstance(result, outcomes.Settled):
         settled = result
     elif job.steps.ended_as is not None:
-        cause = error.__cause__ if isinstance(error, JobSuspended) else None
+        suspended = suspension(error)
+        cause = suspended.__cause__ if suspended else None
         job._error = cause  # a step has failed with it
         settled = outcomes.Settled(*job.steps.ended_as, "" if cause is None else error_text(cause))
     else:
         return None
-    if error is not None and not isinstance(error, JobSuspended):
+    if error is not None and suspension(error) is None:
         log.error("%r raised after its end was stored", job, exc_info=error)
     return settled
 

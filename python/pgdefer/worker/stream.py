@@ -20,7 +20,7 @@ from pgdefer.database.own_threads import in_own_thread
 from pgdefer.errors import PgDeferError
 from pgdefer.tasks.context import JobContext, RetryLater, enter_job, leave_job
 from pgdefer.tasks.failure_policy import RETRY_POLICY_ONLY, Decision
-from pgdefer.tasks.raised import JobSuspended
+from pgdefer.tasks.raised import suspension
 from pgdefer.tasks.registry import Registry
 from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim
@@ -134,7 +134,7 @@ class ClaimedJob(JobContext):
             return error is None
         if self.steps.ended_as is not None:
             self._end(outcomes.Settled(*self.steps.ended_as))
-            return error is None or isinstance(error, JobSuspended)
+            return error is None or suspension(error) is not None
         if error is None:
             self.succeed()
         elif isinstance(error, Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import threading
 from collections.abc import Callable
@@ -146,6 +147,21 @@ async def test_a_job_sleeps_and_waits(
         assert await job.result_async(60) == [[1], 5]
     assert seen[-2:] == [{"by": "a", "at": dt.date(2030, 1, 31)}, None]
     assert jobs()[0]["progress"] == 0
+
+
+async def test_a_job_sleeps_within_a_task_group(
+    app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    @app.task(name="grouped")
+    async def task() -> str:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(current_job().sleep_async("pause", dt.timedelta(milliseconds=1)))
+        return "awake"
+
+    job = await task.defer_async()
+    async with running(app):
+        assert await job.result_async(60) == "awake"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def test_children_run_on_one_slot(app: App, jobs: Jobs, is_async: bool) -> None:
