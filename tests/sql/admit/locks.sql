@@ -2,23 +2,8 @@
 
 select plan(74);
 
+\ir gates.helpers.psql
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
-
--- The ids that a fetch claims, in order.
-create function pg_temp.claim(n integer default 10, queues text[] default null) returns bigint[] language plpgsql as $$
-begin
-  return (select array_agg(f.id order by f.n) from queue.fetch((select max(w.id) from queue.workers w), claim.queues, claim.n) with ordinality
-    f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n));
-end $$;
-create function pg_temp.succeed(id bigint) returns void language plpgsql as $$
-begin
-  perform queue.succeed(j.id, j.claim) from queue.jobs j where j.id = succeed.id;
-end $$;
-create function pg_temp.finish_all() returns void language plpgsql as $$
-begin
-  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', 'succeeded')))
-  from queue.active_job v where v.claim is not null having count(*) > 0;
-end $$;
 
 -- ordered: one at a time, in creation order, whatever the priorities
 select queue.defer('a', lock => 'L') as a \gset
@@ -216,39 +201,6 @@ select pg_temp.finish_all();
 select is_empty('select * from queue.check()', 'in order');
 
 -- Every way out of a state passes the turn on, in the same transaction.
-create temporary table told (way text, state text);
-create procedure pg_temp.leave(way text, gate jsonb) language plpgsql as $$
-declare
-  v_ids bigint[];
-  v_claim bigint;
-  v_outcomes jsonb;
-begin
-  v_ids := array(select d.id from queue.defer_many(jsonb_build_array(
-    jsonb_build_object('task', 'a', 'options', '{"retry": {"on_crash": "fail"}}'::jsonb) || gate, jsonb_build_object('task', 'b') || gate)) d (id));
-  commit;
-  perform from queue.tick();
-  commit;
-  if leave.way like 'running: %' then
-    select f.claim into v_claim from queue.fetch((select max(w.id) from queue.workers w), null, 10) f;
-    commit;
-  end if;
-  v_outcomes := jsonb_build_array(jsonb_build_object('id', v_ids[1], 'claim', v_claim, 'outcome', split_part(leave.way, ': ', 2)));
-  case split_part(leave.way, ': ', 2)
-    when 'succeeded', 'failed' then perform from queue.finish_many(v_outcomes);
-    when 'cancel' then perform queue.cancel(v_ids[1]);
-    when 'delete' then perform from queue.delete(v_ids[1:1], true);
-    when 'done' then perform from queue.done(v_ids[1:1]);
-    when 'fail_jobs' then perform from queue.fail_jobs(v_ids[1:1]);
-    when 'hold' then perform queue.hold(v_ids[1]);
-    when 'reap' then
-      perform queue.extend(v_ids[1], v_claim, '1 microsecond');
-      perform from queue.reap();
-  end case;
-  insert into told select leave.way, j.state from queue.jobs j where j.id = v_ids[2];
-  commit;
-  perform from queue.delete(v_ids, true);
-  commit;
-end $$;
 call pg_temp.leave('ready: cancel', '{"lock": "W"}');
 call pg_temp.leave('ready: delete', '{"lock": "W"}');
 call pg_temp.leave('ready: done', '{"lock": "W"}');

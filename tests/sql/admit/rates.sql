@@ -4,17 +4,13 @@ select plan(197);
 
 set pgdefer.notify = off;
 
+\ir slots.helpers.psql
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
 create function pg_temp.claim(n integer default 10, options jsonb default null) returns text language plpgsql as $$
 begin
   return (select string_agg(f.args ->> 'name', ' ' order by f.n) from queue.fetch((select max(w.id) from queue.workers w), null, claim.n, claim.options) with ordinality
     f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n));
-end $$;
-create function pg_temp.finish_all(outcome text default 'succeeded') returns void language plpgsql as $$
-begin
-  perform queue.finish_many(jsonb_agg(jsonb_build_object('id', v.id, 'claim', v.claim, 'outcome', finish_all.outcome)))
-  from queue.active_job v where v.claim is not null having count(*) > 0;
 end $$;
 create function pg_temp.finish(name text) returns text language sql as $$
   select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running' and j.args ->> 'name' = finish.name;

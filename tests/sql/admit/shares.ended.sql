@@ -13,7 +13,7 @@ $$;
 create function pg_temp.start(queue text default 'once') returns text language sql as $$
   select f.args ->> 'name' from queue.fetch((select max(w.id) from queue.workers w), array[start.queue], 1) f;
 $$;
-\ir shares.helpers.psql
+\ir slots.helpers.psql
 create function pg_temp.has_turns() returns boolean language plpgsql as $$
 begin
   perform queue._end_tags();

@@ -16,7 +16,7 @@ $$;
 create function pg_temp.key(key text, slots integer) returns jsonb language sql as $$
   select jsonb_build_array(jsonb_build_object('key', key, 'limit', slots));
 $$;
-\ir shares.helpers.psql
+\ir slots.helpers.psql
 -- The names of the jobs that start in each of some rounds, sorted; all of a round end before the next.
 create function pg_temp.starts(rounds integer, queues text[] default null) returns text language plpgsql as $$
 declare

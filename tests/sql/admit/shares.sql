@@ -21,7 +21,7 @@ begin
   end loop;
   return array_to_string(v_names, ' ');
 end $$;
-\ir shares.helpers.psql
+\ir slots.helpers.psql
 create function pg_temp.defer(names text, share text default null, more jsonb default '{}', options jsonb default '{}') returns bigint language plpgsql as $$
 declare
   v_id bigint;
