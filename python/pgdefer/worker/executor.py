@@ -37,8 +37,8 @@ TOO_LATE = 5.0
 # loop keeps a pause from being heard, while other jobs wait to begin.
 DEAF = 0.05
 
-# How long a claim is held before it is given back, in seconds, if an earlier run of its job has not
-# ended here.
+# How long a claim waits here for the end of an earlier run of its job before it is given back, in
+# seconds.
 BESIDE = 10.0
 
 
@@ -73,7 +73,7 @@ class Executor:
         self._context = contextvars.copy_context()
         #: The claims whose jobs run, in the order of their starts.
         self.running: dict[Claim, None] = {}
-        # The jobs of those; and claims of such jobs, which are held.
+        # The jobs of those; and later claims of such jobs, which wait for the end of that run.
         self._running_jobs: set[int] = set()
         self._beside: set[Claim] = set()
         #: How many jobs have ended here, and how many that ran were given back for a stop.
@@ -305,8 +305,9 @@ class Executor:
             self._give_back_unstarted([claim])
             return False
         if job.id in self._running_jobs:
-            # That claim was lost. To give this one back at once would be to get it again at once.
-            log.warning("%r waits: an earlier run of it has not ended here", claim)
+            # A call of the handler has ended that claim, and the handler is about to return; or the
+            # claim was lost. To give this one back at once would be to get it again at once.
+            log.debug("%r waits for the end of an earlier run of it here", claim)
             self._beside.add(claim)
             asyncio.get_running_loop().call_later(BESIDE, self._give_back_beside, claim)
             return False
@@ -314,8 +315,23 @@ class Executor:
 
     def _give_back_beside(self, claim: Claim) -> None:
         if claim in self._beside:
+            log.warning("%r is given back: an earlier run of it does not end here", claim)
             self._beside.discard(claim)
             self._give_back_unstarted([claim])
+
+    def _start_beside(self, job: int) -> None:
+        """Start the claim that has waited for the end of a run of its job, the last one first."""
+        for claim in sorted(self._beside, key=lambda claim: claim.job.claim):
+            if claim.job.id != job:
+                continue
+            self._beside.discard(claim)
+            if claim.batch is None:
+                self.claimed.appendleft(claim)
+            else:
+                self._give_back_unstarted([claim])  # the others of its batch run already
+        if self.claimed and not self._is_starting:
+            self._is_starting = True
+            self._start_soon()
 
     def _is_past_timeout(self, claim: Claim) -> bool:
         """Whether it has waited here for so long that others may have ended its claim by now."""
@@ -402,6 +418,8 @@ class Executor:
         if claim in self.running:
             del self.running[claim]
             self._running_jobs.discard(claim.job.id)
+            if self._beside:
+                self._start_beside(claim.job.id)
         if self._heartbeat is not None:
             self._heartbeat.extend_after.pop(claim, None)
 

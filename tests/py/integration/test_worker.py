@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import datetime as dt
 import itertools
@@ -30,6 +31,7 @@ from pgdefer import (
     current_job,
     model_codec,
 )
+from pgdefer.worker import executor
 from support import url_of
 
 from .conftest import Jobs, give_up, running, until
@@ -367,6 +369,29 @@ async def test_yielding(app: App, jobs: Jobs) -> None:
         ("yielded", "first"),
         ("yielded", "second"),
     ]
+
+
+async def test_yielding_before_the_handler_returns(
+    dsn: str, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The transaction ends the claim, and the worker gets the job again before it has returned."""
+    monkeypatch.setattr(executor, "BESIDE", 3600.0)
+
+    @contextlib.asynccontextmanager
+    async def slow(job: JobContext) -> AsyncIterator[None]:
+        yield
+        await until(lambda: jobs()[0]["attempts"] > job.attempt or job.attempt == 3)
+
+    app = App(dsn, middleware=[slow])
+
+    @app.task(transactional=True)
+    async def task(connection: Any) -> RetryLater | None:
+        return RetryLater("again") if current_job().attempt < 3 else None
+
+    await task.defer_async()
+    async with running(app):
+        await until(lambda: jobs()[0]["state"] == "succeeded")
+    assert jobs()[0]["attempts"] == 3
 
 
 @pytest.mark.parametrize("fails", [True, False])
