@@ -226,9 +226,10 @@ begin
   if v_wait <> '{}' then
     if p_by_turns then
       -- those that have got slots where a line begins
-      select array_agg(p.n), array_agg(v_keys.keys[k.pair]) into v_had, v_had_keys
-      from unnest(v_pass) p (n) join unnest(v_keys.ns, v_keys.pairs) k (n, pair) on k.n = p.n
-      where v_counts.waiting[k.pair] = 0 and v_waiting[k.pair] > 0;
+      select array_agg(k.n), array_agg(v_keys.keys[k.pair]) into v_had, v_had_keys
+      from unnest(v_keys.ns, v_keys.pairs) k (n, pair)
+      where v_counts.waiting[k.pair] = 0 and v_waiting[k.pair] > 0
+        and (k.n in (select unnest(v_pass))) is true;  -- by a hash
     end if;
     v_places := (queue._tags(array(select p_ids[n] from unnest(v_wait || v_had) n),
       array(select p_lanes[n] from unnest(v_wait || v_had) n),

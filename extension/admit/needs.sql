@@ -7,9 +7,9 @@
 -- Counting all needs of a job whenever one of them ends would be quadratic. So queue.waiting names one need
 -- that holds the job (need_id): a pending one, or under upstream_failed a failed one. While that need does
 -- not change, the ends of others change nothing, unless they decide alone: a failed need under all and block,
--- or a satisfied one under any. When it changes, the next one below it is sought, so a job's needs are read
--- about twice, whatever the order in which they end. need_id is only a hint: a job passes only after a
--- check of all its needs.
+-- a satisfied or deleted one under any. When it changes, the next one below it is sought, so a job's needs
+-- are read about twice, whatever the order in which they end. need_id is only a hint: a job passes only after
+-- a check of all its needs.
 
 -- Writes the needs of new jobs, and the jobs that a fork has awaited (_copy). A need may have been deleted
 -- before its dependent's transaction committed.
@@ -97,10 +97,11 @@ create or replace function queue._dependents_to_check(p_needs bigint[], out ask 
 language plpgsql stable parallel safe security invoker as $$
 begin
   with edge as materialized (
-    select d.job_id, d.need_id, d.mode, w.reason, w.need_id as holder, d.class, d.is_satisfied
+    select d.job_id, d.need_id, d.mode, w.reason, w.need_id as holder, d.class, d.is_satisfied,
+      d.deleted_state = 'failed' is true as is_deleted
     from unnest(p_needs) u (id)
     cross join lateral (
-      select d.job_id, d.need_id, d.mode, d.class, d.is_satisfied
+      select d.job_id, d.need_id, d.mode, d.class, d.is_satisfied, d.deleted_state
       from queue.need_now d where d.need_id = u.id offset 0) d
     left join lateral (
       select w.reason, w.need_id
@@ -116,7 +117,7 @@ begin
       case
         when e.reason is null or e.reason not in ('needs', 'upstream_failed') then false
         when e.holder is null then true
-        when e.mode & {{any}} <> 0 then e.is_satisfied or e.reason = 'upstream_failed'
+        when e.mode & {{any}} <> 0 then e.is_satisfied or e.is_deleted or e.reason = 'upstream_failed'
         when e.reason = 'needs' then e.class = 'f' and not e.is_satisfied
         else e.holder = e.need_id and e.class <> 'f'
       end as is_asked,

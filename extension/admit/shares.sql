@@ -118,27 +118,34 @@ end $$;
 -- The order in which jobs get the first slots of keys, as places in p_ids: that of the tags which they would
 -- have in new lines, one for each of the pairs. A job with several keys comes when it has its turn at each.
 -- p_ns, p_pairs: which job has which (key, lane). In a lane without tags all are one share.
+-- Arrays stand where joins would, because the planner may join only by nested loops here.
 create or replace function queue._turns(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
   p_ns integer[], p_pairs integer[])
 returns integer[] language plpgsql stable parallel safe security invoker as $$
 begin
   return array(
-    with jobs as materialized (
-      select u.n, u.id, u.deadline,
-        case when l.tag_base is not null then coalesce(j.share, '') else '' end as share
-      from unnest(p_ids, p_lanes, p_deadlines) with ordinality u (id, lane, deadline, n)
+    with jobs as (
+      select u.n, case when l.tag_base is not null then coalesce(j.share, '') else '' end as share
+      from unnest(p_ids, p_lanes) with ordinality u (id, lane, n)
       cross join lateral (select l.tag_base from queue.lane l where l.lane = u.lane offset 0) l
       cross join lateral (
         select j.options ->> 'share' as share from queue.job_now j where j.id = u.id offset 0) j),
-    steps as materialized (
-      select s.share, queue._tag_step(s.share) as step from (select distinct j.share from jobs j) s)
+    steps as (
+      select j.n, j.share, case when row_number() over (partition by j.share) = 1
+        then queue._tag_step(j.share) end as step
+      from jobs j),
+    packed as materialized (
+      select array_agg(s.share order by s.n) as shares, array_agg(s.step order by s.n) as steps
+      from (select s.n, s.share, max(s.step) over (partition by s.share) as step from steps s) s),
+    pairs as (
+      select k.n, k.pair from unnest(p_ns, p_pairs) k (n, pair)
+      union all
+      select n, null from (select generate_subscripts(p_ids, 1) except select unnest(p_ns)) k (n))
     select x.n
     from (
-      select j.n, j.id, s.step * (row_number() over (partition by k.pair, j.share
-        order by j.deadline, j.id) - 1) as turn
-      from jobs j
-      join steps s on s.share = j.share
-      left join unnest(p_ns, p_pairs) k (n, pair) on k.n = j.n) x
+      select k.n, p_ids[k.n] as id, p.steps[k.n] * (row_number() over (
+        partition by k.pair, p.shares[k.n] order by p_deadlines[k.n], p_ids[k.n]) - 1) as turn
+      from pairs k cross join packed p) x
     group by x.n, x.id
     order by max(x.turn), x.id);
 end $$;

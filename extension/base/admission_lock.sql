@@ -55,13 +55,16 @@ end $$;
 -- behind that session. If that holder then waits for the lock again, they wait for each other: such a
 -- deadlock is over with this part, so only a second one is raised. 2 s is longer than deadlock_timeout's
 -- default; with a longer one only the holder finds a deadlock.
+-- The server counts a session as idle only once its client has closed the pipeline, and never while it sends.
+-- So a waiter looks after each part, and ends a holder that has waited for its client five times in a row.
 -- Raises: 55P03 at the end of the part in which lock_timeout passes; 40P01.
--- Two sessions: operate/change.savepoint.spec, tests/py/races/test_lock_jobs.py.
+-- Two sessions: operate/change.savepoint.spec, tests/py/races/test_lock_jobs.py and test_frozen.py.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_timeout text;
   v_since timestamptz;
+  v_stalls integer := 0;
   v_has_deadlock boolean := false;
 begin
   loop
@@ -81,6 +84,7 @@ begin
       if v_timeout <> '0' and v_timeout::interval <= clock_timestamp() - v_since then
         raise;
       end if;
+      v_stalls := queue._count_stalls(v_stalls);
     when deadlock_detected then
       if v_has_deadlock then
         raise;
@@ -97,6 +101,27 @@ begin
   end if;
   perform set_config('pgdefer.admits', 'on', true);
   return true;
+end $$;
+
+-- How often in a row the holder of the admission lock has waited for its client; the fifth time ends its
+-- session. 0: it works, its sessions are hidden from the owner, or the owner may not end it (health names
+-- it).
+create or replace function queue._count_stalls(p_before integer)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_holder record := queue._admission_holder();
+begin
+  if not exists (select from pg_stat_activity a where a.pid = v_holder.pid and a.wait_event_type = 'Client'
+    and a.xact_start < clock_timestamp() - p_before * interval '1 s')
+  then
+    return 0;
+  elsif p_before < 4 then
+    return p_before + 1;
+  end if;
+  perform pg_terminate_backend(v_holder.pid);
+  return 0;
+exception when insufficient_privilege then
+  return 0;
 end $$;
 
 -- Whether this transaction holds the admission lock. The setting is undone with the savepoint that took it.

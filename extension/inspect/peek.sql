@@ -9,6 +9,7 @@ set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_hidden jsonb;
 begin
+  perform queue._match_queues(peek.queues) where peek.queues is not null;
   {{if_restricted}}
     queues := queue._narrow_queues('{worker,operator,reader}', queues);
   end if;
@@ -40,7 +41,8 @@ begin
         order by aj.deadline, aj.id limit peek.n) c
       union all
       (select a.id, a.priority, coalesce(a.deadline, 'infinity'),
-        min(a.id) over (partition by a.queue, a.priority)
+        first_value(a.id) over (partition by a.queue, a.priority
+          order by coalesce(a.deadline, 'infinity'), a.id)
        from queue.unadmitted a
        where a.flags & {{held}} = 0 and a.needs is null
          and coalesce(a.scheduled_at <= clock_timestamp(), true)

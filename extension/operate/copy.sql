@@ -22,8 +22,9 @@ begin
 end $$;
 comment on function queue.copy(bigint, text) is
   'Defers a new job with the same task, args and options, in a queue (NULL: the same), and returns its'
-    ' id. The copy has its own history. It gets no queueing_lock, no idempotency_key, no group, no expires_at'
-    ' that has passed, and only needs that still exist; it is held if the job is.';
+    ' id. The copy has its own history, and the deadline that the job was deferred with. It gets no'
+    ' queueing_lock, no idempotency_key, no group, no expires_at that has passed, and only needs that still'
+    ' exist; it is held if the job is.';
 
 -- Appends a copy of a job, with further flags, and returns its id. It wakes nobody. The copy does not need
 -- the jobs that the original awaits. But a copy that continues with the steps of the original (flag

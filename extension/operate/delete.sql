@@ -43,7 +43,7 @@ declare
   v_later bigint[];
   v_ids bigint[];
   v_done bigint[];
-  v_deleted integer := 0;
+  v_deleted bigint[] := '{}'::bigint[];
   v_open bigint;
   v_running bigint;
   v_need record;
@@ -92,11 +92,11 @@ begin
         format('jobs that another transaction is changing: %s', cardinality(v_ids) - cardinality(v_done)),
         'Call it again once that transaction has ended.');
     end if;
-    v_deleted := v_deleted + cardinality(v_done);
+    v_deleted := v_deleted || v_done;
   end loop;
   delete from queue.lane l where l.queue = delete_queue.name;
   delete from queue.share_tag t where t.queue = delete_queue.name;
-  v_before := queue._queue_before(delete_queue.name) || jsonb_build_object('jobs', v_deleted);
+  v_before := queue._queue_before(delete_queue.name) || jsonb_build_object('jobs', cardinality(v_deleted));
   delete from queue.queue_config c where c.queue = delete_queue.name;
   delete from queue.pause p where p.queue = delete_queue.name;
   delete from queue.rate_start r where r.key = 'q' || delete_queue.name;
@@ -104,8 +104,8 @@ begin
   perform queue._resume_schedules();
   perform queue._announce();
   perform queue._audit('delete_queue', jsonb_build_object('name', delete_queue.name, 'force',
-    delete_queue.force), array[delete_queue.name], v_before);
-  return v_deleted;
+    delete_queue.force), array[delete_queue.name], v_before, array(select unnest(v_deleted) order by 1));
+  return cardinality(v_deleted);
 end $$;
 comment on function queue.delete_queue(text, boolean) is
   'Removes a queue with its settings, its pause and all its finished jobs. It is refused (QJ006) without'

@@ -230,8 +230,8 @@ begin
 end $$;
 
 -- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates; jobs that
--- need them and have passed that gate go back to wait. p_at, p_change: as in _take_back; they are in no lock
--- yet, so the changes come first.
+-- need them and have passed that gate go back to wait, and all pass their deadlines on. p_at, p_change: as in
+-- _take_back; they are in no lock yet, so the changes come first.
 -- Locks: the caller holds the admission lock and the rows of queue.finished; rows of queue.active_job by skip
 -- locked.
 create or replace function queue._requeue_finished(p_ids bigint[], p_at timestamptz, p_change jsonb)
@@ -252,8 +252,8 @@ begin
     exists (select from queue.step t where t.job_id = g.id)
   from gone g
   on conflict on constraint job_override_pkey do update
-    set (attempts, claims, started_at, has_steps) = (excluded.attempts, s.claims + excluded.claims,
-      coalesce(excluded.started_at, s.started_at), excluded.has_steps);
+    set (attempts, claims, started_at, has_steps, tag) = (excluded.attempts, s.claims + excluded.claims,
+      coalesce(excluded.started_at, s.started_at), excluded.has_steps, null);
   perform queue._change_sleep(p_ids, p_at);
   perform queue._reset_counters(p_ids, p_at);
   perform queue._change_on_retry(p_ids, p_change) where p_change is not null;
@@ -262,6 +262,8 @@ begin
   select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
   where j.id = any (p_ids) and j.flags & {{expires}} <> 0
     and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
+  perform queue._propagate_deadline(array(
+    select distinct d.job_id from queue.need d where d.need_id = any (p_ids)));
   v_joined := queue._join_locks(p_ids);
   perform queue._advance(
     p_arrived => p_ids || v_joined.displaced, p_turned => v_joined.passed, p_keys => v_joined.keys,

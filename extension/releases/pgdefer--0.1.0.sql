@@ -3015,13 +3015,16 @@ end $$;
 -- behind that session. If that holder then waits for the lock again, they wait for each other: such a
 -- deadlock is over with this part, so only a second one is raised. 2 s is longer than deadlock_timeout's
 -- default; with a longer one only the holder finds a deadlock.
+-- The server counts a session as idle only once its client has closed the pipeline, and never while it sends.
+-- So a waiter looks after each part, and ends a holder that has waited for its client five times in a row.
 -- Raises: 55P03 at the end of the part in which lock_timeout passes; 40P01.
--- Two sessions: operate/change.savepoint.spec, tests/py/races/test_lock_jobs.py.
+-- Two sessions: operate/change.savepoint.spec, tests/py/races/test_lock_jobs.py and test_frozen.py.
 create or replace function queue._lock_admission(p_wait boolean)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_timeout text;
   v_since timestamptz;
+  v_stalls integer := 0;
   v_has_deadlock boolean := false;
 begin
   loop
@@ -3041,6 +3044,7 @@ begin
       if v_timeout <> '0' and v_timeout::interval <= clock_timestamp() - v_since then
         raise;
       end if;
+      v_stalls := queue._count_stalls(v_stalls);
     when deadlock_detected then
       if v_has_deadlock then
         raise;
@@ -3057,6 +3061,27 @@ begin
   end if;
   perform set_config('pgdefer.admits', 'on', true);
   return true;
+end $$;
+
+-- How often in a row the holder of the admission lock has waited for its client; the fifth time ends its
+-- session. 0: it works, its sessions are hidden from the owner, or the owner may not end it (health names
+-- it).
+create or replace function queue._count_stalls(p_before integer)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_holder record := queue._admission_holder();
+begin
+  if not exists (select from pg_stat_activity a where a.pid = v_holder.pid and a.wait_event_type = 'Client'
+    and a.xact_start < clock_timestamp() - p_before * interval '1 s')
+  then
+    return 0;
+  elsif p_before < 4 then
+    return p_before + 1;
+  end if;
+  perform pg_terminate_backend(v_holder.pid);
+  return 0;
+exception when insufficient_privilege then
+  return 0;
 end $$;
 
 -- Whether this transaction holds the admission lock. The setting is undone with the savepoint that took it.
@@ -6632,27 +6657,34 @@ end $$;
 -- The order in which jobs get the first slots of keys, as places in p_ids: that of the tags which they would
 -- have in new lines, one for each of the pairs. A job with several keys comes when it has its turn at each.
 -- p_ns, p_pairs: which job has which (key, lane). In a lane without tags all are one share.
+-- Arrays stand where joins would, because the planner may join only by nested loops here.
 create or replace function queue._turns(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
   p_ns integer[], p_pairs integer[])
 returns integer[] language plpgsql stable parallel safe security invoker as $$
 begin
   return array(
-    with jobs as materialized (
-      select u.n, u.id, u.deadline,
-        case when l.tag_base is not null then coalesce(j.share, '') else '' end as share
-      from unnest(p_ids, p_lanes, p_deadlines) with ordinality u (id, lane, deadline, n)
+    with jobs as (
+      select u.n, case when l.tag_base is not null then coalesce(j.share, '') else '' end as share
+      from unnest(p_ids, p_lanes) with ordinality u (id, lane, n)
       cross join lateral (select l.tag_base from queue.lane l where l.lane = u.lane offset 0) l
       cross join lateral (
         select j.options ->> 'share' as share from queue.job_now j where j.id = u.id offset 0) j),
-    steps as materialized (
-      select s.share, queue._tag_step(s.share) as step from (select distinct j.share from jobs j) s)
+    steps as (
+      select j.n, j.share, case when row_number() over (partition by j.share) = 1
+        then queue._tag_step(j.share) end as step
+      from jobs j),
+    packed as materialized (
+      select array_agg(s.share order by s.n) as shares, array_agg(s.step order by s.n) as steps
+      from (select s.n, s.share, max(s.step) over (partition by s.share) as step from steps s) s),
+    pairs as (
+      select k.n, k.pair from unnest(p_ns, p_pairs) k (n, pair)
+      union all
+      select n, null from (select generate_subscripts(p_ids, 1) except select unnest(p_ns)) k (n))
     select x.n
     from (
-      select j.n, j.id, s.step * (row_number() over (partition by k.pair, j.share
-        order by j.deadline, j.id) - 1) as turn
-      from jobs j
-      join steps s on s.share = j.share
-      left join unnest(p_ns, p_pairs) k (n, pair) on k.n = j.n) x
+      select k.n, p_ids[k.n] as id, p.steps[k.n] * (row_number() over (
+        partition by k.pair, p.shares[k.n] order by p_deadlines[k.n], p_ids[k.n]) - 1) as turn
+      from pairs k cross join packed p) x
     group by x.n, x.id
     order by max(x.turn), x.id);
 end $$;
@@ -8507,9 +8539,10 @@ begin
   if v_wait <> '{}' then
     if p_by_turns then
       -- those that have got slots where a line begins
-      select array_agg(p.n), array_agg(v_keys.keys[k.pair]) into v_had, v_had_keys
-      from unnest(v_pass) p (n) join unnest(v_keys.ns, v_keys.pairs) k (n, pair) on k.n = p.n
-      where v_counts.waiting[k.pair] = 0 and v_waiting[k.pair] > 0;
+      select array_agg(k.n), array_agg(v_keys.keys[k.pair]) into v_had, v_had_keys
+      from unnest(v_keys.ns, v_keys.pairs) k (n, pair)
+      where v_counts.waiting[k.pair] = 0 and v_waiting[k.pair] > 0
+        and (k.n in (select unnest(v_pass))) is true;  -- by a hash
     end if;
     v_places := (queue._tags(array(select p_ids[n] from unnest(v_wait || v_had) n),
       array(select p_lanes[n] from unnest(v_wait || v_had) n),
@@ -8819,9 +8852,9 @@ end $$;
 -- Counting all needs of a job whenever one of them ends would be quadratic. So queue.waiting names one need
 -- that holds the job (need_id): a pending one, or under upstream_failed a failed one. While that need does
 -- not change, the ends of others change nothing, unless they decide alone: a failed need under all and block,
--- or a satisfied one under any. When it changes, the next one below it is sought, so a job's needs are read
--- about twice, whatever the order in which they end. need_id is only a hint: a job passes only after a
--- check of all its needs.
+-- a satisfied or deleted one under any. When it changes, the next one below it is sought, so a job's needs
+-- are read about twice, whatever the order in which they end. need_id is only a hint: a job passes only after
+-- a check of all its needs.
 
 -- Writes the needs of new jobs, and the jobs that a fork has awaited (_copy). A need may have been deleted
 -- before its dependent's transaction committed.
@@ -8909,10 +8942,11 @@ create or replace function queue._dependents_to_check(p_needs bigint[], out ask 
 language plpgsql stable parallel safe security invoker as $$
 begin
   with edge as materialized (
-    select d.job_id, d.need_id, d.mode, w.reason, w.need_id as holder, d.class, d.is_satisfied
+    select d.job_id, d.need_id, d.mode, w.reason, w.need_id as holder, d.class, d.is_satisfied,
+      d.deleted_state = 'failed' is true as is_deleted
     from unnest(p_needs) u (id)
     cross join lateral (
-      select d.job_id, d.need_id, d.mode, d.class, d.is_satisfied
+      select d.job_id, d.need_id, d.mode, d.class, d.is_satisfied, d.deleted_state
       from queue.need_now d where d.need_id = u.id offset 0) d
     left join lateral (
       select w.reason, w.need_id
@@ -8928,7 +8962,7 @@ begin
       case
         when e.reason is null or e.reason not in ('needs', 'upstream_failed') then false
         when e.holder is null then true
-        when e.mode & 1/* any */ <> 0 then e.is_satisfied or e.reason = 'upstream_failed'
+        when e.mode & 1/* any */ <> 0 then e.is_satisfied or e.is_deleted or e.reason = 'upstream_failed'
         when e.reason = 'needs' then e.class = 'f' and not e.is_satisfied
         else e.holder = e.need_id and e.class <> 'f'
       end as is_asked,
@@ -13725,8 +13759,9 @@ begin
 end $$;
 comment on function queue.emit(bigint, bigint, text, jsonb) is
   'Appends a value to a stream of a running job, and returns its number there: 1, 2, 3. In a transaction that'
-    ' finishes a step, the value is emitted exactly once. Readers are notified on the channel of'
-    ' queue.await_result.';
+    ' finishes a step, the value is emitted exactly once. Until that ends, other calls for the stream wait for'
+    ' it, also those of the same handler on another connection. Needs READ COMMITTED. Readers are notified on'
+    ' the channel of queue.await_result.';
 
 -- Locks: none. Raises: 22023, QJ001.
 create or replace function queue.read_stream(id bigint, stream text, after bigint default 0)
@@ -14955,6 +14990,7 @@ returns table (id bigint, claim bigint, reason text)
 language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
+  v_last record;
   -- maintenance might keep others waiting for locks that another part of the transaction holds
   v_may_maintain boolean := current_setting('transaction_isolation') = 'read committed'
     and pg_current_xact_id_if_assigned() is null;
@@ -14972,10 +15008,13 @@ begin
     perform queue._worker_gone(heartbeat.worker);
   end if;
   return query select a.id, a.claim, a.reason from queue.abort a where a.worker_id = heartbeat.worker
-    order by a.id, a.claim;
+    order by a.id, a.claim limit 1000;
+  select a.id, a.claim into v_last from queue.abort a where a.worker_id = heartbeat.worker
+  order by a.id, a.claim offset 999 limit 1;
   -- a claim that was taken away is reported once
   delete from queue.abort a
-  where a.worker_id = heartbeat.worker and not exists (select from queue.active_job aj
+  where a.worker_id = heartbeat.worker and ((a.id, a.claim) > (v_last.id, v_last.claim)) is not true
+    and not exists (select from queue.active_job aj
     where aj.id = a.id and aj.claim = a.claim);
   if v_may_maintain then
     perform queue._maintain(interval '200 ms');
@@ -14983,7 +15022,7 @@ begin
 end $$;
 comment on function queue.heartbeat(bigint, bigint) is
   'Reports that the worker is alive; call it every 10 s. memory: the resident bytes of its processes, which'
-    ' queue.workers shows (NULL: unknown). Returns the jobs that it must abort: cancelled'
+    ' queue.workers shows (NULL: unknown). Returns the jobs that it must abort, at most 1,000: cancelled'
     ' ones, and those taken from it (retried). Then it runs due maintenance, as tick, but only briefly and'
     ' without waiting; it does not if the transaction has already written, or is not READ COMMITTED. Raises'
     ' QJ007 if the worker was reaped or deregistered.';
@@ -15210,7 +15249,7 @@ begin
 end $$;
 
 -- Returns those of the lanes that hold a ready job which may start, in the order in which they are read: by
--- priority, then the lane whose first job is oldest. plain_lanes: those that can be claimed from without the
+-- priority, then the queue whose first job is oldest. plain_lanes: those that can be claimed from without the
 -- admission lock, because no limited lane has a higher priority.
 create or replace function queue._probe_lanes(
   p_lanes integer[], out lanes integer[], out kind smallint, out plain_lanes integer[])
@@ -15218,14 +15257,14 @@ language plpgsql stable parallel safe security invoker as $$
 begin
   with ready as (
     select l.lane, l.kind, l.priority,
-      row_number() over (order by l.priority desc, f.id, l.lane) as n,
+      first_value(f.id) over (partition by l.queue, l.priority order by f.deadline, f.id) as first_id,
       max(l.priority) filter (where l.kind = 1/* lane_limited */) over () as limited_priority
     from unnest(p_lanes) u (lane)
     cross join lateral (
       select l.lane, l.priority, l.kind, l.queue, l.low_deadline, l.low_id from queue.lane l
       where l.lane = u.lane offset 0) l
     cross join lateral (
-      select aj.id from queue.active_job aj
+      select aj.deadline, aj.id from queue.active_job aj
       where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
       order by aj.deadline, aj.id limit 1) f
     where l.kind = 0/* lane_plain */
@@ -15235,8 +15274,9 @@ begin
   select array_agg(r.lane order by r.n), max(r.kind),
     array_agg(r.lane order by r.n) filter (where r.is_plain)
   into lanes, kind, plain_lanes
-  from (select r.*, r.kind = 0/* lane_plain */
-    and (r.limited_priority is null or r.priority >= r.limited_priority) as is_plain from ready r) r;
+  from (select r.*, row_number() over (order by r.priority desc, r.first_id, r.lane) as n,
+      r.kind = 0/* lane_plain */ and (r.limited_priority is null or r.priority >= r.limited_priority) as is_plain
+    from ready r) r;
 end $$;
 
 -- Records when reap must end claims of jobs with a timeout: 10 s after it.
@@ -16174,7 +16214,7 @@ begin
     perform queue._forget_ended_claims(p_worker);
   end if;
   loop
-    select a.has_more into v_more from queue._admit(greatest(1000, p_max_jobs)) a;
+    select a.has_more into v_more from queue._admit(1000) a;
     select array_agg(l.lane order by l.place, l.priority desc, l.first_id, l.lane)
       filter (where l.kind < 2/* lane_crashed */ or p_by_hand),
       queue._quarantined_lanes(array_agg(l.lane) filter (where l.kind = 2/* lane_crashed */ and not p_by_hand))
@@ -16465,7 +16505,7 @@ begin
       end if;
     end if;
     select a.has_more, a.admitted into v_has_more, v_admitted
-    from queue._admit(greatest(1000, p_max_jobs), p_max_jobs >= 30/* bulk */, p_queues) a;
+    from queue._admit(1000, p_max_jobs >= 30/* bulk */, p_queues) a;
     perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
   end if;
   if p_queues is not null then
@@ -16574,7 +16614,7 @@ begin
       if not v_choice.is_free or v_choice.kind = 2/* lane_crashed */ then
         if not v_has_lock and v_turn is null and queue._lock_admission(ids is null and p_may_wait) then
           v_has_lock := true;
-          v_admit := queue._admit(greatest(1000, p_max_jobs));
+          v_admit := queue._admit(1000);
           v_has_more := v_admit.has_more;
           if v_queues is distinct from p_queues then
             v_queues := queue._match_queues(p_queues);
@@ -16608,7 +16648,7 @@ begin
       if v_choice.kind = 1/* lane_limited */ and not v_has_lock then
         v_has_lock := queue._lock_admission(ids is null and p_may_wait);
         if v_has_lock then
-          v_admit := queue._admit(greatest(1000, p_max_jobs));
+          v_admit := queue._admit(1000);
           v_has_more := v_admit.has_more;
           if v_queues is distinct from p_queues then
             v_queues := queue._match_queues(p_queues);
@@ -16652,7 +16692,7 @@ begin
         exit when v_claimed.is_all or cardinality(ids) >= v_max_jobs;
       end if;
     end if;
-    v_admit := queue._admit(greatest(1000, p_max_jobs));
+    v_admit := queue._admit(1000);
     v_has_more := v_admit.has_more;
     v_was_dry := case when v_admit.admitted <= p_max_jobs then 'on' else 'off' end;
     if v_queues is distinct from p_queues then
@@ -18398,8 +18438,9 @@ begin
 end $$;
 comment on function queue.copy(bigint, text) is
   'Defers a new job with the same task, args and options, in a queue (NULL: the same), and returns its'
-    ' id. The copy has its own history. It gets no queueing_lock, no idempotency_key, no group, no expires_at'
-    ' that has passed, and only needs that still exist; it is held if the job is.';
+    ' id. The copy has its own history, and the deadline that the job was deferred with. It gets no'
+    ' queueing_lock, no idempotency_key, no group, no expires_at that has passed, and only needs that still'
+    ' exist; it is held if the job is.';
 
 -- Appends a copy of a job, with further flags, and returns its id. It wakes nobody. The copy does not need
 -- the jobs that the original awaits. But a copy that continues with the steps of the original (flag
@@ -18718,7 +18759,7 @@ declare
   v_later bigint[];
   v_ids bigint[];
   v_done bigint[];
-  v_deleted integer := 0;
+  v_deleted bigint[] := '{}'::bigint[];
   v_open bigint;
   v_running bigint;
   v_need record;
@@ -18767,11 +18808,11 @@ begin
         format('jobs that another transaction is changing: %s', cardinality(v_ids) - cardinality(v_done)),
         'Call it again once that transaction has ended.');
     end if;
-    v_deleted := v_deleted + cardinality(v_done);
+    v_deleted := v_deleted || v_done;
   end loop;
   delete from queue.lane l where l.queue = delete_queue.name;
   delete from queue.share_tag t where t.queue = delete_queue.name;
-  v_before := queue._queue_before(delete_queue.name) || jsonb_build_object('jobs', v_deleted);
+  v_before := queue._queue_before(delete_queue.name) || jsonb_build_object('jobs', cardinality(v_deleted));
   delete from queue.queue_config c where c.queue = delete_queue.name;
   delete from queue.pause p where p.queue = delete_queue.name;
   delete from queue.rate_start r where r.key = 'q' || delete_queue.name;
@@ -18779,8 +18820,8 @@ begin
   perform queue._resume_schedules();
   perform queue._announce();
   perform queue._audit('delete_queue', jsonb_build_object('name', delete_queue.name, 'force',
-    delete_queue.force), array[delete_queue.name], v_before);
-  return v_deleted;
+    delete_queue.force), array[delete_queue.name], v_before, array(select unnest(v_deleted) order by 1));
+  return cardinality(v_deleted);
 end $$;
 comment on function queue.delete_queue(text, boolean) is
   'Removes a queue with its settings, its pause and all its finished jobs. It is refused (QJ006) without'
@@ -19110,8 +19151,8 @@ begin
 end $$;
 
 -- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates; jobs that
--- need them and have passed that gate go back to wait. p_at, p_change: as in _take_back; they are in no lock
--- yet, so the changes come first.
+-- need them and have passed that gate go back to wait, and all pass their deadlines on. p_at, p_change: as in
+-- _take_back; they are in no lock yet, so the changes come first.
 -- Locks: the caller holds the admission lock and the rows of queue.finished; rows of queue.active_job by skip
 -- locked.
 create or replace function queue._requeue_finished(p_ids bigint[], p_at timestamptz, p_change jsonb)
@@ -19132,8 +19173,8 @@ begin
     exists (select from queue.step t where t.job_id = g.id)
   from gone g
   on conflict on constraint job_override_pkey do update
-    set (attempts, claims, started_at, has_steps) = (excluded.attempts, s.claims + excluded.claims,
-      coalesce(excluded.started_at, s.started_at), excluded.has_steps);
+    set (attempts, claims, started_at, has_steps, tag) = (excluded.attempts, s.claims + excluded.claims,
+      coalesce(excluded.started_at, s.started_at), excluded.has_steps, null);
   perform queue._change_sleep(p_ids, p_at);
   perform queue._reset_counters(p_ids, p_at);
   perform queue._change_on_retry(p_ids, p_change) where p_change is not null;
@@ -19142,6 +19183,8 @@ begin
   select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
   where j.id = any (p_ids) and j.flags & 64/* expires */ <> 0
     and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
+  perform queue._propagate_deadline(array(
+    select distinct d.job_id from queue.need d where d.need_id = any (p_ids)));
   v_joined := queue._join_locks(p_ids);
   perform queue._advance(
     p_arrived => p_ids || v_joined.displaced, p_turned => v_joined.passed, p_keys => v_joined.keys,
@@ -20186,6 +20229,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_hidden jsonb;
 begin
+  perform queue._match_queues(peek.queues) where peek.queues is not null;
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     queues := queue._narrow_queues('{worker,operator,reader}', queues);
   end if;
@@ -20217,7 +20261,8 @@ begin
         order by aj.deadline, aj.id limit peek.n) c
       union all
       (select a.id, a.priority, coalesce(a.deadline, 'infinity'),
-        min(a.id) over (partition by a.queue, a.priority)
+        first_value(a.id) over (partition by a.queue, a.priority
+          order by coalesce(a.deadline, 'infinity'), a.id)
        from queue.unadmitted a
        where a.flags & 32/* held */ = 0 and a.needs is null
          and coalesce(a.scheduled_at <= clock_timestamp(), true)

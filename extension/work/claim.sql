@@ -54,7 +54,7 @@ begin
       end if;
     end if;
     select a.has_more, a.admitted into v_has_more, v_admitted
-    from queue._admit(greatest(1000, p_max_jobs), p_max_jobs >= {{bulk}}, p_queues) a;
+    from queue._admit(1000, p_max_jobs >= {{bulk}}, p_queues) a;
     perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
   end if;
   if p_queues is not null then
@@ -163,7 +163,7 @@ begin
       if not v_choice.is_free or v_choice.kind = {{lane_crashed}} then
         if not v_has_lock and v_turn is null and queue._lock_admission(ids is null and p_may_wait) then
           v_has_lock := true;
-          v_admit := queue._admit(greatest(1000, p_max_jobs));
+          v_admit := queue._admit(1000);
           v_has_more := v_admit.has_more;
           if v_queues is distinct from p_queues then
             v_queues := queue._match_queues(p_queues);
@@ -197,7 +197,7 @@ begin
       if v_choice.kind = {{lane_limited}} and not v_has_lock then
         v_has_lock := queue._lock_admission(ids is null and p_may_wait);
         if v_has_lock then
-          v_admit := queue._admit(greatest(1000, p_max_jobs));
+          v_admit := queue._admit(1000);
           v_has_more := v_admit.has_more;
           if v_queues is distinct from p_queues then
             v_queues := queue._match_queues(p_queues);
@@ -241,7 +241,7 @@ begin
         exit when v_claimed.is_all or cardinality(ids) >= v_max_jobs;
       end if;
     end if;
-    v_admit := queue._admit(greatest(1000, p_max_jobs));
+    v_admit := queue._admit(1000);
     v_has_more := v_admit.has_more;
     v_was_dry := case when v_admit.admitted <= p_max_jobs then 'on' else 'off' end;
     if v_queues is distinct from p_queues then

@@ -53,7 +53,7 @@ begin
 end $$;
 
 -- Returns those of the lanes that hold a ready job which may start, in the order in which they are read: by
--- priority, then the lane whose first job is oldest. plain_lanes: those that can be claimed from without the
+-- priority, then the queue whose first job is oldest. plain_lanes: those that can be claimed from without the
 -- admission lock, because no limited lane has a higher priority.
 create or replace function queue._probe_lanes(
   p_lanes integer[], out lanes integer[], out kind smallint, out plain_lanes integer[])
@@ -61,14 +61,14 @@ language plpgsql stable parallel safe security invoker as $$
 begin
   with ready as (
     select l.lane, l.kind, l.priority,
-      row_number() over (order by l.priority desc, f.id, l.lane) as n,
+      first_value(f.id) over (partition by l.queue, l.priority order by f.deadline, f.id) as first_id,
       max(l.priority) filter (where l.kind = {{lane_limited}}) over () as limited_priority
     from unnest(p_lanes) u (lane)
     cross join lateral (
       select l.lane, l.priority, l.kind, l.queue, l.low_deadline, l.low_id from queue.lane l
       where l.lane = u.lane offset 0) l
     cross join lateral (
-      select aj.id from queue.active_job aj
+      select aj.deadline, aj.id from queue.active_job aj
       where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
       order by aj.deadline, aj.id limit 1) f
     where l.kind = {{lane_plain}}
@@ -78,8 +78,9 @@ begin
   select array_agg(r.lane order by r.n), max(r.kind),
     array_agg(r.lane order by r.n) filter (where r.is_plain)
   into lanes, kind, plain_lanes
-  from (select r.*, r.kind = {{lane_plain}}
-    and (r.limited_priority is null or r.priority >= r.limited_priority) as is_plain from ready r) r;
+  from (select r.*, row_number() over (order by r.priority desc, r.first_id, r.lane) as n,
+      r.kind = {{lane_plain}} and (r.limited_priority is null or r.priority >= r.limited_priority) as is_plain
+    from ready r) r;
 end $$;
 
 -- Records when reap must end claims of jobs with a timeout: 10 s after it.

@@ -35,7 +35,7 @@ begin
     perform queue._forget_ended_claims(p_worker);
   end if;
   loop
-    select a.has_more into v_more from queue._admit(greatest(1000, p_max_jobs)) a;
+    select a.has_more into v_more from queue._admit(1000) a;
     select array_agg(l.lane order by l.place, l.priority desc, l.first_id, l.lane)
       filter (where l.kind < {{lane_crashed}} or p_by_hand),
       queue._quarantined_lanes(array_agg(l.lane) filter (where l.kind = {{lane_crashed}} and not p_by_hand))

@@ -26,6 +26,7 @@ returns table (id bigint, claim bigint, reason text)
 language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
+  v_last record;
   -- maintenance might keep others waiting for locks that another part of the transaction holds
   v_may_maintain boolean := current_setting('transaction_isolation') = 'read committed'
     and pg_current_xact_id_if_assigned() is null;
@@ -43,10 +44,13 @@ begin
     perform queue._worker_gone(heartbeat.worker);
   end if;
   return query select a.id, a.claim, a.reason from queue.abort a where a.worker_id = heartbeat.worker
-    order by a.id, a.claim;
+    order by a.id, a.claim limit 1000;
+  select a.id, a.claim into v_last from queue.abort a where a.worker_id = heartbeat.worker
+  order by a.id, a.claim offset 999 limit 1;
   -- a claim that was taken away is reported once
   delete from queue.abort a
-  where a.worker_id = heartbeat.worker and not exists (select from queue.active_job aj
+  where a.worker_id = heartbeat.worker and ((a.id, a.claim) > (v_last.id, v_last.claim)) is not true
+    and not exists (select from queue.active_job aj
     where aj.id = a.id and aj.claim = a.claim);
   if v_may_maintain then
     perform queue._maintain(interval '200 ms');
@@ -54,7 +58,7 @@ begin
 end $$;
 comment on function queue.heartbeat(bigint, bigint) is
   'Reports that the worker is alive; call it every 10 s. memory: the resident bytes of its processes, which'
-    ' queue.workers shows (NULL: unknown). Returns the jobs that it must abort: cancelled'
+    ' queue.workers shows (NULL: unknown). Returns the jobs that it must abort, at most 1,000: cancelled'
     ' ones, and those taken from it (retried). Then it runs due maintenance, as tick, but only briefly and'
     ' without waiting; it does not if the transaction has already written, or is not READ COMMITTED. Raises'
     ' QJ007 if the worker was reaped or deregistered.';

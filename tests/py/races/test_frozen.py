@@ -124,6 +124,33 @@ def test_who_idles_with_the_admission_lock_is_ended(connect: Callable[..., Conne
         idle.execute("select 1")
 
 
+@pytest.mark.parametrize(
+    ("answer", "waits_in"),
+    [("from", "ClientRead"), ("repeat('x', 10000) from generate_series(1, 20000),", "ClientWrite")],
+)
+def test_who_stops_in_a_pipeline_with_the_admission_lock_is_ended(
+    connect: Callable[..., Connection], answer: str, waits_in: str
+) -> None:
+    """The server does not count such a session as idle, so the next that waits ends it."""
+    conn, other, frozen = connect(), connect(), connect()
+    worker = register(conn)
+    conn.execute("select queue.defer('t') from generate_series(1, 2)")
+    conn.execute("select test.change('queue._lock_admission', '(''2s'')', '(''100ms'')')")
+    conn.execute("select test.change('queue._count_stalls', '1 s', '10 ms')")
+    frozen.pgconn.enter_pipeline_mode()
+    query = f"select {answer} queue.fetch({register(conn)}, max_jobs => 1)"
+    frozen.pgconn.send_query_params(query.encode(), None)
+    frozen.pgconn.send_flush_request()
+    frozen.pgconn.flush()
+    pid = [frozen.info.backend_pid]
+    until(lambda: conn.execute(BLOCKED, pid).fetchone() == (waits_in,))
+    other.execute("set statement_timeout = '60 s'")
+    assert fetch(other, worker)
+    left = "select count(*) from pg_stat_activity where pid = %s"
+    until(lambda: conn.execute(left, pid).fetchone() == (0,))
+    frozen.close()
+
+
 def test_the_holder_of_the_admission_lock_is_named_and_ended(
     connect: Callable[..., Connection],
 ) -> None:

@@ -1,6 +1,6 @@
 -- Deadlines: from dependents to their needs, from parents to children.
 
-select plan(19);
+select plan(21);
 
 \ir needs.helpers.psql
 
@@ -32,6 +32,18 @@ commit;
 select pg_temp.states() \g /dev/null
 select is(pg_temp.finish('a', 'retry_later', jsonb_build_object('needs', pg_temp.ids('b'))), 'waiting', 'and comes to need another');
 select is((select count(*) from queue.jobs j where j.deadline = '2099-01-01 00:00Z'), 4::bigint, 'so that all are due');
+call pg_temp.clear();
+-- a need that had ended gets it when it is retried, and passes it on
+select queue.defer('a') \g /dev/null
+select pg_temp.defer('b', 'a') \g /dev/null
+select pg_temp.states() \g /dev/null
+select queue.done(array[pg_temp.id('b')]) \g /dev/null
+select pg_temp.defer('c', 'b', more => '{}') \g /dev/null
+select pg_temp.states() \g /dev/null
+select queue.set_deadline(array[pg_temp.id('c')], '2099-01-01 00:00Z') \g /dev/null
+select is((select count(*) from queue.jobs j where j.deadline is not null), 1::bigint, 'a finished need gets no deadline');
+select queue.retry(array[pg_temp.id('b')]) \g /dev/null
+select is((select count(*) from queue.jobs j where j.deadline = '2099-01-01 00:00Z'), 3::bigint, 'but with its retry, as do its own needs');
 call pg_temp.clear();
 
 -- How often a tick looks for the needs of a job.

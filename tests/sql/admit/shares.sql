@@ -1,6 +1,6 @@
 -- Shares: turns by weight within a queue and priority.
 
-select plan(107);
+select plan(109);
 
 set pgdefer.notify = off;
 
@@ -213,6 +213,12 @@ select queue.fail(j.id, j.claim, 'x', options => '{"retry_in": 0}') from queue.j
 select queue.hold(:b + 1), queue.unhold(:b + 1), queue.set_args(:b + 1, '{"name": "b2"}') \g /dev/null
 select is(pg_temp.starts(9), 'a2 b2 a3 b3 a1', 'a retry comes last in its share, a held job keeps its place');
 select is_empty('select * from queue.check()', 'in order');
+select pg_temp.finish_all();
+select pg_temp.defer('a1 a2', 'A') as a, pg_temp.defer('b1 b2', 'B') as b \gset
+select queue.tick(), queue.hold(:a), queue.unhold(:a) \g /dev/null
+select is(pg_temp.starts(1), 'a1', 'a job that was held comes first');
+select pg_temp.finish_all(), queue.retry(array[:a]) \g /dev/null
+select is(pg_temp.starts(9), 'b1 a2 b2 a1', 'but last in its share if it is retried once it has succeeded');
 select pg_temp.finish_all();
 select pg_temp.defer('a1 a2 a3 a4', 'A') as a, pg_temp.defer('b1 b2 b3', 'B') as b \gset
 select queue.tick() \g /dev/null

@@ -1,7 +1,7 @@
 -- retry_later: which needs it waits for, what it returns, max_progress, cycles.
 -- The races are in cycles.two_yields.spec and needs.*.spec.
 
-select plan(83);
+select plan(86);
 
 \ir needs.helpers.psql
 
@@ -88,6 +88,20 @@ select is(pg_temp.states(), 'h:held b:ready j:waiting', 'so it is not called aga
 select is(queue.unhold(pg_temp.id('h')), 'ready', 'let go');
 select is(pg_temp.run('h'), 'succeeded', 'it may end');
 select is(pg_temp.states(), 'h:succeeded b:ready j:waiting', 'the other is waited for');
+call pg_temp.clear();
+
+-- any, after a yield: the deletion of the last open need leaves nothing to wait for, although another need, which was
+-- satisfied when the run began, is pending again
+call pg_temp.clear();
+select pg_temp.defer('a'), pg_temp.defer('c') \g /dev/null
+select pg_temp.defer('j', 'a c', 'any') \g /dev/null
+select pg_temp.states() \g /dev/null
+select queue.done(array[pg_temp.id('c')]) \g /dev/null
+select is(pg_temp.run('j', 'retry_later'), 'waiting', 'it waits for the open need');
+select queue.retry(array[pg_temp.id('c')]) \g /dev/null
+select queue.delete(array[pg_temp.id('a')], true) \g /dev/null
+select is(pg_temp.states(), 'c:ready j:ready', 'and no longer once that is deleted');
+select is_empty('select * from queue.check()', 'in order');
 call pg_temp.clear();
 
 -- retry_later returns the state that the job then has, whatever happened to its needs while it ran

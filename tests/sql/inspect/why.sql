@@ -1,6 +1,6 @@
 -- check finds planted errors; why tells what a job waits for; peek shows the next jobs.
 
-select plan(106);
+select plan(110);
 
 set pgdefer.notify = off;
 
@@ -232,6 +232,7 @@ select is(queue.why(:any), format('it needs job %s (ready)', :two), 'as long as 
 select queue.cancel(id) from unnest(array[:any, :two, :b]) id \g /dev/null
 
 -- peek
+select is(test.refusal(format('select queue.peek(%L)', q)), '22023', 'no queues: ' || q) from unnest(array['{}', '{NULL}', '{{a},{b}}', '{""}']) q;
 select queue.fetch(:worker, array['none']) \g /dev/null
 select string_agg(p.task, ', ') as peeked from queue.peek(n => 100) p \gset
 select is((select string_agg(p.task, ', ') from queue.peek(n => 100) p), :'peeked'::text, 'peek changes nothing');

@@ -1,6 +1,6 @@
 -- delete and delete_queue.
 
-select plan(64);
+select plan(65);
 
 \ir change.helpers.psql
 
@@ -95,6 +95,7 @@ select queue.configure_queue('gone', '{"max_running": 2, "rate": {"limit": 100, 
 select queue.move(array[:b], 'stays') \g /dev/null
 select queue.defer('t', needs => array[:a]) as dependent \gset
 select is(queue.delete_queue('gone', true), 3, 'with force it is, running ones too');
+select is((select l.ids from queue.audit l order by l.id desc limit 1), array[:a, :c, :d]::bigint[], 'the audit names the jobs');
 select is_empty($$select name from queue.queues where name = 'gone' union all select queue from queue.lane where queue = 'gone' union all select key from queue.semaphore where key = 'qgone'
   union all select key from queue.rate_start where key = 'qgone' union all select queue from queue.pause where queue = 'gone'$$, 'all of it');
 select is(concat_ws(', ', pg_temp.state(:b), pg_temp.state(:other), pg_temp.state(:dependent)), 'ready, ready, upstream_failed', 'a job that was moved stays, a lock is free, a dependent sees it');

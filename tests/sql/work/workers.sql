@@ -1,6 +1,6 @@
 -- Workers: registration, heartbeats, good-byes, deaths, aborts.
 
-select plan(75);
+select plan(77);
 
 \ir workers.helpers.psql
 
@@ -75,6 +75,21 @@ select queue.succeed(:id, :claim) \g /dev/null
 begin isolation level repeatable read;
 select is(test.refusal(format('select queue.worker_died(%s)', :w4)), 'QJ008', 'worker_died in REPEATABLE READ');
 rollback;
+
+-- an answer is short, so that a client that does not read it holds up nobody
+select count(queue.defer('many')) from generate_series(1, 1001) \g /dev/null
+select queue.tick() \g /dev/null
+select queue.register_worker('many') as many \gset
+do $$ begin
+  while exists (select from queue.fetch((select max(w.id) from queue.workers w), max_jobs => 500)) loop end loop;
+end $$;
+select queue.retry(array[min(j.id), max(j.id)], force => true) from queue.jobs j where j.task = 'many' \g /dev/null
+select count(queue.cancel(j.id, true)) from queue.jobs j where j.task = 'many' and j.state = 'running' \g /dev/null
+create temp table told as select h.reason from queue.heartbeat(:many) h;
+select results_eq('select reason, count(*) from told group by 1 order by 1', $$values ('cancelled', 999::bigint), ('retried', 1)$$, 'a heartbeat names a thousand jobs at most');
+select results_eq(format('select h.reason, count(*) from queue.heartbeat(%s) h group by 1 order by 1', :many), $$values ('cancelled', 999::bigint), ('retried', 1)$$, 'those that were taken away once, so that there is room for the last');
+select queue.deregister_worker(:many) \g /dev/null
+select queue.delete_queue('default', true) \g /dev/null
 
 -- cancel with abort
 select queue.defer('abortable', options => '{"retry": {"max_attempts": 9}}') as id \gset
