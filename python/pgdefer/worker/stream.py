@@ -204,7 +204,8 @@ class JobStream:
             jobs = self._taken(self._waiting.get())
             if jobs is None:
                 return
-            yield from jobs
+            while jobs:
+                yield jobs.pop()  # keeps no job alive that the reader has dropped
 
     async def __aenter__(self) -> Self:
         self._caller = asyncio.get_running_loop()
@@ -230,8 +231,8 @@ class JobStream:
             jobs = self._taken(claimed)
             if jobs is None:
                 return
-            for job in jobs:
-                yield job
+            while jobs:
+                yield jobs.pop()
 
     def _check(self, caller: asyncio.AbstractEventLoop | None) -> None:
         """Raise an error if waiting would take forever."""

@@ -256,6 +256,22 @@ def test_a_job_that_is_dropped_fails(app: App, jobs: Jobs) -> None:
     }
 
 
+def test_a_job_that_the_loop_drops_fails(app: App, jobs: Jobs) -> None:
+    app.defer("any")
+    with app.stream_jobs(drain=True, concurrency=2) as stream:
+        for job in stream:
+            del job  # the stream waits for its end, and must not keep it alive
+    assert states(jobs) == ["failed"]
+
+
+async def test_a_job_that_a_coroutine_drops_fails(app: App, jobs: Jobs) -> None:
+    app.defer("any")
+    async with app.stream_jobs(drain=True, concurrency=2) as stream:
+        async for job in stream:
+            del job
+    assert states(jobs) == ["failed"]
+
+
 def test_to_ask_for_the_next_before_the_last_has_ended(app: App, jobs: Jobs) -> None:
     """It would never come."""
     app.defer("any")
