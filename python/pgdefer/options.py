@@ -74,6 +74,8 @@ class Retry:
         """Raise TypeError, ValueError for an invalid policy."""
         if isinstance(self.max_attempts, bool) or not isinstance(self.max_attempts, int | None):
             raise TypeError(f"Retry: max_attempts must be a number, not {self.max_attempts!r}")
+        if self.max_attempts is not None and self.max_attempts < 1:
+            raise ValueError(f"Retry: max_attempts must be at least 1, not {self.max_attempts}")
         for name, allowed in (
             ("backoff", ("constant", "linear", "exponential")),
             ("on_crash", ("retry", "fail")),

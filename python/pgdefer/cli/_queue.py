@@ -171,6 +171,8 @@ def configure(
         options["max_running"] = _number(options["max_running"])
     if options.get("rate"):
         limit, _, per = options["rate"].partition("/")
+        if not per:
+            fail(Exit.USAGE, f"--rate is N/INTERVAL, such as 10/1min, not {options['rate']}")
         options["rate"] = {"limit": _number(limit), "per": per}
     parameters = {"name": name, "options": json.dumps(options)}
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:

@@ -180,6 +180,7 @@ def test_configure_a_queue(run: Run) -> None:
         ["--retain", "-"],
     ):
         assert run("queue", "configure", "q", *wrong).code == Exit.USAGE
+    assert "--rate is N/INTERVAL" in run("queue", "configure", "q", "--rate", "10").err
 
 
 def test_delete_a_queue(run: Run, jobs: Jobs, claim: Claim) -> None:

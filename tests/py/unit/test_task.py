@@ -180,6 +180,12 @@ def test_a_dsn_keeps_what_it_says() -> None:
     assert "tcp_user_timeout=20000" in text
 
 
+def test_a_policy_without_attempts() -> None:
+    for number in (0, -1):
+        with pytest.raises(ValueError, match=f"max_attempts must be at least 1, not {number}"):
+            Retry(number)
+
+
 def test_max_crashes_of_none_is_never() -> None:
     assert Retry(1).as_options() == {"max_attempts": 1}
     assert Retry(1, max_crashes=None).as_options() == {"max_attempts": 1, "max_crashes": None}

@@ -340,6 +340,7 @@ select is((select (b.jobs, b.locks, b.handovers)::text from before b),
 
 -- Everything that is accepted can be admitted: nothing here may stop the queue.
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
+select test.change('queue._claim_loop', '100 ms', '1 hour') \g /dev/null
 select count(*) as fetched from queue.fetch(:worker, max_jobs => 100000) \gset
 select cmp_ok(:fetched + (select count(*) from queue.fetch(:worker, max_jobs => 100000)), '>', 1500::bigint, 'all that was accepted is admitted, and run');
 

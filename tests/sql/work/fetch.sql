@@ -123,6 +123,7 @@ select is(pg_temp.run(2), 'z2 z1', 'a queue with several priorities');
 select pg_temp.run() \g /dev/null
 
 -- max_jobs
+select test.change('queue._claim_loop', '100 ms', '1 hour') \g /dev/null
 select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 't')) from generate_series(1, 1500) n)) \g /dev/null
 select is((select count(*) from queue.fetch(:worker, max_jobs => 7)), 7::bigint, 'max_jobs is the most');
 select count(*) as fetched from queue.fetch(:worker, max_jobs => 2000) \gset
