@@ -165,6 +165,37 @@ class Managing(Registry):
         ((jobs,),) = self.client.call(sql.RESUME, parameters, connection)
         return int(jobs)
 
+    def create_queue(
+        self, name: str, *, paused: bool = False, connection: AnyConnection = OWN
+    ) -> bool:
+        """Create a queue, as its first job would; return whether it is new. Raises as `pause`."""
+        parameters = {"name": name, "paused": paused}
+        ((is_new,),) = self.client.call(sql.CREATE_QUEUE, parameters, connection)
+        return bool(is_new)
+
+    def configure_queue(
+        self, name: str, options: Mapping[str, Any], *, connection: AnyConnection = OWN
+    ) -> None:
+        """Set a queue's limits: `{"max_running": 2, "rate": {"limit": 10, "per": "1 min"}}`.
+
+        Other settings stay; None removes one. `queue.configure_queue` says which there are. Raises
+        as `pause`.
+        """
+        parameters = {"name": name, "options": json.dumps(dict(options))}
+        self.client.call(sql.CONFIGURE_QUEUE, parameters, connection)
+
+    def delete_queue(
+        self, name: str, *, force: bool = False, connection: AnyConnection = OWN
+    ) -> int:
+        """Remove a queue with its settings and finished jobs; return how many jobs are removed.
+
+        Raises QueueNotEmpty without `force` if it has unfinished jobs, or jobs that those of
+        another queue need; with `force` these are removed too. Raises also as `pause`.
+        """
+        parameters = {"name": name, "force": force}
+        ((jobs,),) = self.client.call(sql.DELETE_QUEUE, parameters, connection)
+        return int(jobs)
+
     # Schedules
 
     def schedule(

@@ -166,6 +166,37 @@ class AsyncManaging(Registry):
         ((jobs,),) = await self.client.call_async(sql.RESUME, parameters, connection)
         return int(jobs)
 
+    async def create_queue_async(
+        self, name: str, *, paused: bool = False, connection: AnyAsyncConnection = OWN
+    ) -> bool:
+        """Create a queue, as its first job would; return whether it is new. Raises as `pause`."""
+        parameters = {"name": name, "paused": paused}
+        ((is_new,),) = await self.client.call_async(sql.CREATE_QUEUE, parameters, connection)
+        return bool(is_new)
+
+    async def configure_queue_async(
+        self, name: str, options: Mapping[str, Any], *, connection: AnyAsyncConnection = OWN
+    ) -> None:
+        """Set a queue's limits: `{"max_running": 2, "rate": {"limit": 10, "per": "1 min"}}`.
+
+        Other settings stay; None removes one. `queue.configure_queue` says which there are. Raises
+        as `pause`.
+        """
+        parameters = {"name": name, "options": json.dumps(dict(options))}
+        await self.client.call_async(sql.CONFIGURE_QUEUE, parameters, connection)
+
+    async def delete_queue_async(
+        self, name: str, *, force: bool = False, connection: AnyAsyncConnection = OWN
+    ) -> int:
+        """Remove a queue with its settings and finished jobs; return how many jobs are removed.
+
+        Raises QueueNotEmpty without `force` if it has unfinished jobs, or jobs that those of
+        another queue need; with `force` these are removed too. Raises also as `pause`.
+        """
+        parameters = {"name": name, "force": force}
+        ((jobs,),) = await self.client.call_async(sql.DELETE_QUEUE, parameters, connection)
+        return int(jobs)
+
     # Schedules
 
     async def schedule_async(

@@ -148,6 +148,31 @@ class JobCalls(Generic[R_co]):
         ((id_,),) = self.client.call(sql.FORK, parameters, connection)
         return int(id_)
 
+    def copy(self, queue: str | None = None, *, connection: AnyConnection = OWN) -> int:
+        """Defer a new job with the same task, args and options, in a queue (None: the same).
+
+        Returns its id. It gets no queueing lock, idempotency key or group.
+        """
+        parameters = {"id": self.id, "queue": queue}
+        ((id_,),) = self.client.call(sql.COPY, parameters, connection)
+        return int(id_)
+
+    def done(self, *, connection: AnyConnection = OWN) -> str:
+        """End it as succeeded without running it.
+
+        A running job's claim is lost. A failed or cancelled one counts as
+        succeeded from then on. Raises InvalidState if it has succeeded.
+        """
+        return outcome_of(self.client.call(sql.DONE, {"ids": [self.id]}, connection))
+
+    def fail(self, message: str, *, connection: AnyConnection = OWN) -> str:
+        """End it as failed, for good; a running one loses its claim.
+
+        Raises InvalidState if it is finished.
+        """
+        parameters = {"ids": [self.id], "message": message}
+        return outcome_of(self.client.call(sql.FAIL_JOBS, parameters, connection))
+
     def reschedule(self, at: dt.datetime | None = None, *, connection: AnyConnection = OWN) -> str:
         """Change its time (None: now); return its new state.
 

@@ -151,6 +151,33 @@ class AsyncJobCalls(Generic[R_co]):
         ((id_,),) = await self.client.call_async(sql.FORK, parameters, connection)
         return int(id_)
 
+    async def copy_async(
+        self, queue: str | None = None, *, connection: AnyAsyncConnection = OWN
+    ) -> int:
+        """Defer a new job with the same task, args and options, in a queue (None: the same).
+
+        Returns its id. It gets no queueing lock, idempotency key or group.
+        """
+        parameters = {"id": self.id, "queue": queue}
+        ((id_,),) = await self.client.call_async(sql.COPY, parameters, connection)
+        return int(id_)
+
+    async def done_async(self, *, connection: AnyAsyncConnection = OWN) -> str:
+        """End it as succeeded without running it.
+
+        A running job's claim is lost. A failed or cancelled one counts as
+        succeeded from then on. Raises InvalidState if it has succeeded.
+        """
+        return outcome_of(await self.client.call_async(sql.DONE, {"ids": [self.id]}, connection))
+
+    async def fail_async(self, message: str, *, connection: AnyAsyncConnection = OWN) -> str:
+        """End it as failed, for good; a running one loses its claim.
+
+        Raises InvalidState if it is finished.
+        """
+        parameters = {"ids": [self.id], "message": message}
+        return outcome_of(await self.client.call_async(sql.FAIL_JOBS, parameters, connection))
+
     async def reschedule_async(
         self, at: dt.datetime | None = None, *, connection: AnyAsyncConnection = OWN
     ) -> str:

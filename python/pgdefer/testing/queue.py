@@ -53,6 +53,7 @@ _CHANGES = (
     sql.CANCEL,
     sql.CANCEL_CHILDREN,
     sql.DELETE,
+    sql.DELETE_QUEUE,
     sql.DONE,
     sql.FAIL_JOBS,
     sql.HOLD,

@@ -23,6 +23,7 @@ from pgdefer import (
     Job,
     JobCancelled,
     JobNotFound,
+    QueueNotEmpty,
     WrongIsolation,
     current_job,
     models,
@@ -48,6 +49,9 @@ METHODS: dict[str, tuple[Any, ...]] = {
     "set_priority": (5,),
     "set_deadline": (LATER,),
     "set_args": ({"n": 5},),
+    "copy": (),
+    "done": (),
+    "fail": ("no",),
     "delete": (),
 }
 
@@ -118,8 +122,29 @@ async def test_what_each_does(app: App, jobs: Jobs, call: Call) -> None:
     assert now("state") == ("cancelled",)
     assert await call(job.retry) == "ready"
     assert now("state") == ("ready",)
+    assert await call(job.fail, "no") == "failed"
+    assert now("state", "error") == ("failed", "no")
+    assert await call(job.done) == "succeeded"
+    assert now("state") == ("succeeded",)
+    copy = await call(job.copy, "other")
     assert await call(job.delete) is None
-    assert jobs() == []
+    assert [(row["id"], row["state"], row["queue"]) for row in jobs()] == [(copy, "ready", "other")]
+
+
+async def test_queues(app: App, jobs: Jobs, call: Call) -> None:
+    assert await call(app.create_queue, "mail", paused=True) is True
+    assert await call(app.create_queue, "mail") is False
+    limits = {"max_running": 2, "rate": {"limit": 10, "per": "1 min"}}
+    await call(app.configure_queue, "mail", limits)
+    await call(app.configure_queue, "mail", {"max_running": None})
+    (found,) = await call(app.list_queues)
+    assert (found.name, found.max_running, found.rate) == ("mail", None, "10 per 00:01:00")
+    assert found.paused_until is not None
+    app.defer("t", queue="mail")
+    with pytest.raises(QueueNotEmpty):
+        await call(app.delete_queue, "mail")
+    assert await call(app.delete_queue, "mail", force=True) == 1
+    assert await call(app.list_queues) == []
 
 
 async def test_a_retry_that_waits_is_made_at_once(
@@ -449,7 +474,7 @@ def test_a_job_of_the_same_transaction(
     assert job.state(connection=mine) == "ready"
     with pytest.raises(JobNotFound):
         job.state()
-    for name in set(METHODS) - {"state", "why"}:
+    for name in set(METHODS) - {"state", "why", "copy"}:
         with pytest.raises(InvalidState, match=f"id: {job.id}, state: ready"), mine.transaction():
             getattr(job, name)(*METHODS[name], connection=mine)
     mine.commit()
