@@ -3063,14 +3063,16 @@ begin
   return true;
 end $$;
 
--- How often in a row the holder of the admission lock has waited for its client without being idle; the fifth
--- time ends its session. 0: it works, its sessions are hidden from the owner, or the owner may not end it
--- (health names it).
+-- How often in a row the holder of the admission lock has waited for its client without being idle; the
+-- fifth time ends its session. 0: it works, its sessions are hidden from the owner, or the owner may not end
+-- it (health names it).
 create or replace function queue._count_stalls(p_before integer)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_holder record := queue._admission_holder();
+  v_holder record;
 begin
+  perform pg_stat_clear_snapshot();  -- else state is that of the first look of this transaction
+  v_holder := queue._admission_holder();
   if not exists (select from pg_stat_activity a where a.pid = v_holder.pid and a.state = 'active'
     and a.wait_event_type = 'Client' and a.xact_start < clock_timestamp() - p_before * interval '1 s')
   then

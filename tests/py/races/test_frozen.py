@@ -151,6 +151,39 @@ def test_who_stops_in_a_pipeline_with_the_admission_lock_is_ended(
     frozen.close()
 
 
+def test_who_works_with_the_admission_lock_is_not_ended(
+    connect: Callable[..., Connection],
+) -> None:
+    """It has waited for its client at the first look, and works since."""
+    conn, other, holder = connect(), connect(), connect()
+    worker = register(conn)
+    conn.execute("select queue.defer('t') from generate_series(1, 2)")
+    conn.execute("select test.change('queue._lock_admission', '(''2s'')', '(''500ms'')')")
+    conn.execute("select test.change('queue._count_stalls', '1 s', '10 ms')")
+    holder.pgconn.enter_pipeline_mode()
+    query = f"select from queue.fetch({register(conn)}, max_jobs => 1)"
+    holder.pgconn.send_query_params(query.encode(), None)
+    holder.pgconn.send_flush_request()
+    holder.pgconn.flush()
+    pid = [holder.info.backend_pid]
+    until(lambda: conn.execute(BLOCKED, pid).fetchone() == ("ClientRead",))
+    other.pgconn.send_query(f"select count(*) from queue.fetch({worker})".encode())
+    looked = """
+        select a.wait_event from pg_stat_activity a
+        where a.pid = %s and clock_timestamp() > a.query_start + interval '700 ms'
+    """
+    until(lambda: conn.execute(looked, [other.info.backend_pid]).fetchone())
+    # for longer than five looks take
+    holder.pgconn.send_query_params(b"select pg_sleep(4)", None)
+    holder.pgconn.pipeline_sync()
+    holder.pgconn.flush()
+    results = []
+    while len(results) < 5:  # two answers, each with its end, and that of the pipeline
+        results.append(holder.pgconn.get_result())
+    assert not [r for r in results if r is not None and r.error_message]
+    holder.close()
+
+
 def test_the_holder_of_the_admission_lock_is_named_and_ended(
     connect: Callable[..., Connection],
 ) -> None:
