@@ -1,4 +1,7 @@
-"""Calls in threads of their own: the event loop's default executor is the handlers'."""
+"""Calls in threads of their own: the event loop's default executor is the handlers'.
+
+And whether this thread runs an event loop.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,22 @@ import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["in_own_thread"]
+__all__ = ["has_running_loop", "in_own_thread"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def has_running_loop() -> bool:
+    """Whether this thread runs an event loop.
+
+    Code in an `except RuntimeError` would give each of its own errors that one as the context.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 async def in_own_thread(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from pgdefer.database import sql
 from pgdefer.database.callers import Rows
+from pgdefer.database.own_threads import has_running_loop
 from pgdefer.database.sql import Statement
 from pgdefer.errors import JobFailed
 from pgdefer.testing.asking import AskingQueue
@@ -46,11 +46,9 @@ class CommittedTestQueue(AskingQueue):
         await self.app.close_async()
 
     async def _call(self, statement: Statement, parameters: Mapping[str, Any]) -> Rows:
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            return self.app.client.call(statement, parameters)
-        return await self.app.client.call_async(statement, parameters)
+        if has_running_loop():
+            return await self.app.client.call_async(statement, parameters)
+        return self.app.client.call(statement, parameters)
 
     def run(
         self,

@@ -12,6 +12,7 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from pgdefer.database.callers import CallersConnection, is_sqlalchemy
+from pgdefer.database.own_threads import has_running_loop
 
 __all__ = [
     "AsyncOverSync",
@@ -48,9 +49,7 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
 
 def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine of a handler in an event loop of its own."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not has_running_loop():
         return asyncio.run(coroutine)
     ended: list[T] = []
     errors: list[BaseException] = []

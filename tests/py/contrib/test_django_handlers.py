@@ -119,6 +119,20 @@ def test_a_transaction_within_a_middlewares_is_refused(
     assert Order.objects.count() == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"transactional": True}])
+def test_a_failure_has_no_foreign_exception_before_it(
+    app: DjangoApp, drain: Callable[..., None], options: Any
+) -> None:
+    @app.task(name="divide", retry=Retry(1), **options)
+    def divide() -> float:
+        return 1 / 0
+
+    divide.defer()
+    drain()
+    assert "During handling" not in str(Attempt.objects.get().detail("traceback"))
+    assert "ZeroDivisionError" in str(Attempt.objects.get().detail("traceback"))
+
+
 def test_an_outcome_of_a_lost_claim_rolls_back(app: DjangoApp, shop: str) -> None:
     @app.task(name="lost", transactional=True)
     def lost() -> None:

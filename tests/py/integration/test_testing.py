@@ -137,6 +137,17 @@ def test_coroutines_in_a_synchronous_test(shop: Shop, queue: TestQueue) -> None:
     assert child.parent == job.id
 
 
+def test_the_error_of_a_coroutine_is_its_own(shop: Shop, queue: TestQueue) -> None:
+    @shop.app.task(name="divide", retry=Retry(1))
+    async def divide() -> float:
+        return 1 / 0
+
+    divide.defer()
+    with pytest.raises(ZeroDivisionError) as caught:
+        queue.run()
+    assert caught.value.__context__ is None
+
+
 async def test_an_asynchronous_test(shop: Shop, queue: TestQueue) -> None:
     job = await shop.greet_async.defer_async("Ann")
     assert [one.task for one in await queue.run_async()] == ["greet_async", "greet"]

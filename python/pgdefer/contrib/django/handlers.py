@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import inspect
@@ -17,6 +16,7 @@ from django.db import OperationalError, connections, transaction
 from pgdefer._text import logger
 from pgdefer.contrib.django.connections import close_connections, renew_connections
 from pgdefer.database.backoff import Backoff
+from pgdefer.database.own_threads import has_running_loop
 from pgdefer.tasks.context import JobContext, current_job
 
 __all__ = ["around_job", "atomic_handler", "without_connection"]
@@ -31,17 +31,17 @@ def around_job(job: JobContext) -> Iterator[None]:
     Each coroutine has its own thread for the code that Django runs in threads, as a request has.
     """
     del job
+    with _own_thread() if has_running_loop() else _fresh_connections():
+        yield
+
+
+@contextlib.contextmanager
+def _fresh_connections() -> Iterator[None]:
+    renew_connections()
     try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        renew_connections()
-        try:
-            yield
-        finally:
-            close_connections()
-    else:
-        with _own_thread():
-            yield
+        yield
+    finally:
+        close_connections()
 
 
 @contextlib.contextmanager
