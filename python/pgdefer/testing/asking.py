@@ -15,6 +15,7 @@ from pgdefer.options import JobOptions, interval_text
 from pgdefer.tasks.parameters import SCHEDULED_FOR
 from pgdefer.testing.assertions import Assertions
 from pgdefer.testing.jobs import DeferredJob, deferred_job
+from pgdefer.testing.threads import Threads
 
 __all__ = ["AskingQueue"]
 
@@ -30,6 +31,7 @@ class AskingQueue(Assertions[DeferredJob]):
         # The last job deferred before the test.
         self._after = 0
         self._travelled = dt.timedelta()
+        self._threads = Threads()
 
     async def _call(self, statement: Statement, parameters: Mapping[str, Any]) -> Rows:
         raise NotImplementedError
@@ -43,10 +45,13 @@ class AskingQueue(Assertions[DeferredJob]):
         after = self._after
         while True:
             rows = await self._call(sql.DEFERRED, {"after": after, "max_jobs": _PAGE})
-            found += [deferred_job(self.app.client, row) for row in rows]
+            found += await self._threads.decode(self._deferred, rows)
             if len(rows) < _PAGE:
                 return found
             after = found[-1].id
+
+    def _deferred(self, rows: Rows) -> list[DeferredJob]:
+        return [deferred_job(self.app.client, row) for row in rows]
 
     # Time
 

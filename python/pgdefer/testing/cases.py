@@ -41,7 +41,6 @@ class QueueTestCase(unittest.TestCase):
             # Django's TestCase would check constraints first, and a transaction in which jobs were
             # run fails that check, as it must not be committed.
             self.addCleanup(connection.set_rollback, True)
-            connection = connection.connection
         self.queue = TestQueue(self.app, connection)
         self.queue.__enter__()
         self.addCleanup(self.queue.__exit__)

@@ -11,8 +11,8 @@ from pgdefer.database.own_threads import has_running_loop
 from pgdefer.database.sql import Statement
 from pgdefer.errors import JobFailed
 from pgdefer.testing.asking import AskingQueue
-from pgdefer.testing.connections import run_apart
 from pgdefer.testing.jobs import DeferredJob
+from pgdefer.testing.threads import run_apart
 
 __all__ = ["CommittedTestQueue"]
 

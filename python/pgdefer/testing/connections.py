@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any, Self, TypeVar, cast
 
@@ -12,7 +10,6 @@ import psycopg
 from psycopg.pq import TransactionStatus
 
 from pgdefer.database.callers import CallersConnection, is_sqlalchemy
-from pgdefer.database.own_threads import has_running_loop
 
 __all__ = [
     "AsyncOverSync",
@@ -20,7 +17,6 @@ __all__ = [
     "check_in_transaction",
     "driver_of",
     "is_asynchronous",
-    "run_apart",
     "savepoint",
     "unwrapped",
 ]
@@ -45,27 +41,6 @@ def at_once(coroutine: Coroutine[Any, Any, T]) -> T:
         return cast("T", done.value)
     coroutine.close()
     raise RuntimeError("this coroutine waits for something")
-
-
-def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine of a handler in an event loop of its own."""
-    if not has_running_loop():
-        return asyncio.run(coroutine)
-    ended: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            ended.append(asyncio.run(coroutine))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return ended[0]
 
 
 def driver_of(connection: CallersConnection) -> Any:

@@ -33,9 +33,9 @@ from pgdefer.testing.connections import (
     at_once,
     driver_of,
     is_asynchronous,
-    run_apart,
     savepoint,
 )
+from pgdefer.testing.threads import DjangoThreads, Threads
 from pgdefer.worker.ending import outcome_of, success
 from pgdefer.worker.handler import decode_args_async, middleware, middleware_async
 from pgdefer.worker.invoke import call_handler
@@ -71,7 +71,12 @@ def normal(row: Sequence[Any]) -> list[Any]:
 
 
 async def perform(
-    job: JobContext, task: Task[..., Any], connection: CallersConnection, *, waits: bool
+    job: JobContext,
+    task: Task[..., Any],
+    connection: CallersConnection,
+    threads: Threads,
+    *,
+    waits: bool,
 ) -> Ended:
     """Run a handler in a savepoint of the test's connection.
 
@@ -83,10 +88,10 @@ async def perform(
     try:
         async with savepoint(connection, keep=True):
             if waits and not task.is_async:
-                return await asyncio.to_thread(at_once, _perform(job, task, connection))
+                return await threads.call(at_once, _perform(job, task, connection, threads))
             if task.is_async and not waits:
-                return run_apart(_perform(job, task, connection))
-            return await _perform(job, task, connection)
+                return threads.run(_perform(job, task, connection, threads))
+            return await _perform(job, task, connection, threads)
     except BaseException as error:
         if suspension(error) is not None:
             return Ended(None)
@@ -106,21 +111,23 @@ async def perform_batch(
     jobs: Sequence[BatchJob[Any]],
     task: Task[..., Any],
     connection: CallersConnection,
+    threads: Threads,
     *,
     waits: bool,
 ) -> list[Ended]:
     """Run a handler of batches in a savepoint, as `perform` does with one job."""
     outcomes: list[str] = []
+    decode = functools.partial(_decoded_async, threads)
     with contextlib.suppress(_HasFailures):
         async with savepoint(connection, keep=True):
             if task.is_async and waits:
-                outcomes = await run_batch_async(task, jobs, decode_args_async)
+                outcomes = await run_batch_async(task, jobs, decode)
             elif task.is_async:
-                outcomes = run_apart(run_batch_async(task, jobs, decode_args_async))
+                outcomes = threads.run(run_batch_async(task, jobs, decode))
             else:
                 context = contextvars.copy_context()
                 call = functools.partial(run_batch, task, jobs, _decoded)
-                outcomes = await asyncio.to_thread(call) if waits else context.run(call)
+                outcomes = await threads.call(call) if waits else context.run(call)
             if any(job._error is not None for job in jobs):
                 raise _HasFailures
     return [
@@ -134,12 +141,17 @@ def _decoded(job: JobContext) -> dict[str, Any]:
     return args
 
 
-async def _perform(job: JobContext, task: Task[..., Any], connection: CallersConnection) -> Ended:
-    args = (
-        await decode_args_async(job)
-        if task.is_async
-        else job.client.codec.decode_stored(job._stored)
-    )
+async def _decoded_async(threads: Threads, job: JobContext) -> dict[str, Any]:
+    """Return a coroutine's arguments; rows of Django come from the test's connection."""
+    if isinstance(threads, DjangoThreads) and job.client.codec.how(job._stored) == "thread":
+        return await threads.decode(_decoded, job)
+    return await decode_args_async(job)
+
+
+async def _perform(
+    job: JobContext, task: Task[..., Any], connection: CallersConnection, threads: Threads
+) -> Ended:
+    args = await _decoded_async(threads, job) if task.is_async else _decoded(job)
     positional, named = task.unbind(args)
     maker = task.execution.transactional
     async with contextlib.AsyncExitStack() as stack:
@@ -215,10 +227,16 @@ async def _in_session(
                     execute(session, statement, parameters)
         except (ClaimLost, JobNotFound) as error:
             raise RuntimeError(
-                f"the session of the task {task.name!r} is not on the test's connection: bind its "
-                "sessionmaker to that, with join_transaction_mode='create_savepoint'"
+                f"the session of the task {task.name!r} is not on the test's connection: "
+                + _how_to_share(session)
             ) from error
     return result
+
+
+def _how_to_share(session: Any) -> str:
+    if is_django(session):
+        return "give the queue django.db.connection, in a method of Django's TestCase"
+    return "bind its sessionmaker to that, with join_transaction_mode='create_savepoint'"
 
 
 @contextlib.asynccontextmanager

@@ -13,7 +13,7 @@ import psycopg
 from pgdefer.app import App
 from pgdefer.client.base import tasks_json
 from pgdefer.database import sql
-from pgdefer.database.callers import OWN, CallersConnection, Rows
+from pgdefer.database.callers import OWN, CallersConnection, Rows, is_django
 from pgdefer.database.execute import execute
 from pgdefer.database.execute_async import execute_async
 from pgdefer.database.source import AsyncPsycopgConnection, PsycopgConnection
@@ -35,39 +35,12 @@ from pgdefer.testing.connections import (
 from pgdefer.testing.jobs import RanJob
 from pgdefer.testing.perform import Ended, claimed, normal, perform, perform_batch
 from pgdefer.testing.standing_in import StandingIn
+from pgdefer.testing.statements import CHANGES, DEFERS, READS
+from pgdefer.testing.threads import threads_for
 
 __all__ = ["TestQueue"]
 
 T = TypeVar("T")
-
-_DEFERS = (
-    sql.DEFER,
-    sql.DEFER_WITH_TIME,
-    sql.DEFER_WITHOUT_OPTIONS,
-    sql.DEFER_MANY,
-    sql.DEFER_GROUP,
-    sql.DEFER_CHAIN,
-)
-# These change jobs that a worker could see, so those of the test are admitted first.
-_CHANGES = (
-    sql.CANCEL,
-    sql.CANCEL_CHILDREN,
-    sql.DELETE,
-    sql.DELETE_QUEUE,
-    sql.DONE,
-    sql.FAIL_JOBS,
-    sql.HOLD,
-    sql.MOVE,
-    sql.RESCHEDULE,
-    sql.RETRY,
-    sql.RETRY_FAILED,
-    sql.SET_ARGS,
-    sql.SET_DEADLINE,
-    sql.SET_PRIORITY,
-    sql.UNHOLD,
-)
-# These only read, and are not refused: they need no savepoint.
-_READS = (sql.DEFERRED, sql.CLOCK)
 
 _WORKER = {
     "name": "test",
@@ -79,10 +52,10 @@ _WORKER = {
 class TestQueue(StandingIn, AskingQueue):
     """The queue as one test sees it: all calls of the App use the test's own connection.
 
-    `connection` is a psycopg connection, or an SQLAlchemy connection or session, in the transaction
-    that the test rolls back. For an asynchronous one use `async with`, and await the methods named
-    ..._async; a synchronous one serves both kinds of tests. Calls of several coroutines take turns,
-    but `run_async` must run alone.
+    `connection` is Django's, a psycopg connection, or an SQLAlchemy connection or session, in the
+    transaction that the test rolls back. For an asynchronous one use `async with`, and await the
+    methods named ..._async; a synchronous one serves both kinds of tests. Calls of several
+    coroutines take turns, but `run_async` must run alone.
 
     No worker runs. `run` runs the jobs that are due, here and now, in the order in which a worker
     would claim them; the database makes all decisions. Timeouts are not enforced, and changes that
@@ -93,8 +66,9 @@ class TestQueue(StandingIn, AskingQueue):
 
     def __init__(self, app: App, connection: CallersConnection, *, immediate: bool = False) -> None:
         super().__init__(app)
-        self.connection = connection
-        self._is_asynchronous = is_asynchronous(connection)
+        self._threads = threads_for(connection)
+        self.connection = _without_django(connection)
+        self._is_asynchronous = is_asynchronous(self.connection)
         # Savepoints end in the reverse order of their beginnings, so calls take turns.
         self._turn: contextlib.AbstractAsyncContextManager[Any] = (
             asyncio.Lock() if self._is_asynchronous else contextlib.nullcontext()
@@ -141,7 +115,7 @@ class TestQueue(StandingIn, AskingQueue):
         defaults: Mapping[str, JobOptions] | None = None,
     ) -> Rows:
         """Run a statement on the test's connection, or on the caller's."""
-        if connection is OWN and statement in _CHANGES:
+        if connection is OWN and statement in CHANGES:
             self._at_once(self._rehearse())
         rows = self._at_once(self._call(statement, parameters, connection, defaults))
         if self._runs_after(statement):
@@ -156,7 +130,7 @@ class TestQueue(StandingIn, AskingQueue):
         defaults: Mapping[str, JobOptions] | None = None,
     ) -> Rows:
         """Run a statement on the test's connection, or on the caller's."""
-        if connection is OWN and statement in _CHANGES:
+        if connection is OWN and statement in CHANGES:
             await self._rehearse()
         rows = await self._call(statement, parameters, connection, defaults)
         if self._runs_after(statement):
@@ -179,7 +153,7 @@ class TestQueue(StandingIn, AskingQueue):
                 if self._registered.get(name) is not options
             }
             used = self._direct() if connection is OWN else unwrapped(connection)
-            if connection is OWN and statement not in _READS:
+            if connection is OWN and statement not in READS:
                 # A refused statement must not end the test's transaction.
                 await stack.enter_async_context(savepoint(used))
             if new:
@@ -234,7 +208,9 @@ class TestQueue(StandingIn, AskingQueue):
         ((state, result, error),) = await self._call(sql.RESULT_TEXT, {"id": id})
         match state:
             case "succeeded":
-                return None if result is None else self.app.codec.loads(result)
+                if result is None:
+                    return None
+                return await self._threads.decode(self.app.codec.loads, result)
             case "failed":
                 raise JobFailed(id, error)
             case "cancelled":
@@ -253,7 +229,7 @@ class TestQueue(StandingIn, AskingQueue):
             self._is_immediate = before
 
     def _runs_after(self, statement: Statement) -> bool:
-        return self._is_immediate and not self._is_running and statement in _DEFERS
+        return self._is_immediate and not self._is_running and statement in DEFERS
 
     def run(
         self,
@@ -316,13 +292,13 @@ class TestQueue(StandingIn, AskingQueue):
         task = self.app.get(job.task)
         jobs: Sequence[JobContext] = [job]
         if task.execution.batch is None:
-            ends = [await perform(job, task, self.connection, waits=waits)]
+            ends = [await perform(job, task, self.connection, self._threads, waits=waits)]
         else:
             if task.execution.batch > 1:
                 names = json.dumps({"tasks": [task.name, *task.aliases]})
                 rows = [*rows, *await self._fetch(queues, task.execution.batch - 1, names)]
             jobs = batch = [BatchJob[Any](self.app.client, normal(row)) for row in rows]
-            ends = await perform_batch(batch, task, self.connection, waits=waits)
+            ends = await perform_batch(batch, task, self.connection, self._threads, waits=waits)
         ran = []
         for one, ended in zip(jobs, ends, strict=True):
             state = await self._finish(one.id, ended)
@@ -351,3 +327,14 @@ class TestQueue(StandingIn, AskingQueue):
         outcomes = {"outcomes": f"[{ended.outcome}]"}
         ((_, _, state, error),) = await self._call(sql.FINISH_MANY, outcomes)
         return str(state or error)
+
+
+def _without_django(connection: Any) -> CallersConnection:
+    """Return psycopg's connection behind Django's, and any other connection as it is."""
+    if not is_django(connection):
+        given: CallersConnection = connection
+        return given
+    if connection.connection is None:
+        connection.ensure_connection()
+    driver: CallersConnection = connection.connection
+    return driver

@@ -1,0 +1,106 @@
+"""The threads in which a test runs handlers that are not of its own kind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from pgdefer.database.callers import CallersConnection, is_django
+from pgdefer.database.own_threads import has_running_loop
+
+__all__ = ["DjangoThreads", "Threads", "run_apart", "threads_for"]
+
+T = TypeVar("T")
+
+
+def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine of a handler in an event loop of its own."""
+    if not has_running_loop():
+        return asyncio.run(coroutine)
+    ended: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            ended.append(asyncio.run(coroutine))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return ended[0]
+
+
+class Threads:
+    """Functions of asynchronous tests run in any thread, coroutines of others in any event loop."""
+
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function that may block, outside of the running event loop."""
+        return await asyncio.to_thread(function, *args)
+
+    async def decode(self, function: Callable[..., T], *args: Any) -> T:
+        """Decode values of a row."""
+        return function(*args)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine, and wait for its end."""
+        return run_apart(coroutine)
+
+
+class DjangoThreads(Threads):
+    """All code that uses Django's connection runs in its thread: others have other connections."""
+
+    def __init__(self, connection: Any) -> None:
+        from django.db import connections  # noqa: PLC0415 (the connection is Django's)
+
+        self._alias = connection.alias
+        self._connection = connections[self._alias]
+
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in the thread that has the test's connection."""
+        if not has_running_loop():
+            return function(*args)
+        from asgiref.sync import sync_to_async  # noqa: PLC0415 (Django's)
+
+        return await sync_to_async(self._call, thread_sensitive=True)(function, *args)
+
+    decode = call
+
+    def _call(self, function: Callable[..., T], *args: Any) -> T:
+        self._check()
+        return function(*args)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine whose calls of Django return to this thread."""
+        if has_running_loop():
+            coroutine.close()
+            raise RuntimeError(
+                "this test is a coroutine, and its tasks use Django's connection: "
+                "await run_async() instead of calling run()"
+            )
+        self._check()
+        from asgiref.sync import async_to_sync  # noqa: PLC0415 (Django's)
+
+        async def run() -> T:
+            return await coroutine
+
+        return async_to_sync(run)()
+
+    def _check(self) -> None:
+        from django.db import connections  # noqa: PLC0415
+
+        if connections[self._alias] is not self._connection:
+            raise RuntimeError(
+                "this task would use another connection than the test: Django has one for each "
+                "thread. Let the test be a method of Django's TestCase"
+            )
+
+
+def threads_for(connection: CallersConnection) -> Threads:
+    """Return the threads that can use the test's connection."""
+    return DjangoThreads(connection) if is_django(connection) else Threads()
