@@ -255,6 +255,8 @@ def as_list(name: str, values: Iterable[T]) -> list[T]:
 def job_id(job: int | HasId) -> int:
     """Return the id of a job, or the id itself. Raises TypeError for anything else."""
     id = job if isinstance(job, int) else getattr(job, "id", None)
+    if isinstance(id, str) and id.isascii() and id.isdecimal():
+        id = int(id)  # of a TaskResult of Django
     if not isinstance(id, int) or isinstance(id, bool):
         raise TypeError(f"a job, or its id as an int, is needed, not {job!r}")
     if not 0 <= id < 2**63:

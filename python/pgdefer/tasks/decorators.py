@@ -14,7 +14,7 @@ from pgdefer.options import JobOptions, RecurringOptions
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.option_checks import check_cron, check_options
 from pgdefer.tasks.parameters import SCHEDULED_FOR
-from pgdefer.tasks.registry import Registry, name_of
+from pgdefer.tasks.registry import DjangoTask, Registry, name_of, task_of
 from pgdefer.tasks.schedule import Schedule
 from pgdefer.tasks.task import AsyncTask, SyncTask, Task
 
@@ -33,6 +33,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 A = TypeVar("A")
+D = TypeVar("D", bound=DjangoTask)
 
 
 class BatchDecorator(Protocol[P, A]):
@@ -141,19 +142,18 @@ class RecurringDecorator:
     ) -> AsyncTask[P, R]: ...
     @overload
     def __call__(self, function: Callable[P, R], /) -> SyncTask[P, R]: ...
-    def __call__(self, function: Callable[..., Any], /) -> Task[..., Any]:
+    @overload
+    def __call__(self, function: D, /) -> D: ...
+    def __call__(self, function: Any, /) -> Any:
         """Record the schedule; make the function a task if it is not one yet."""
-        known: object = function
-        task: Task[..., Any]
-        if isinstance(known, Task):
-            task = known
-        else:
-            task = TaskDecorator(self._registry, None, self._defaults)(function)
+        known = task_of(self._registry, function)
+        task = known or TaskDecorator(self._registry, None, self._defaults)(function)
         what = f"the schedule of the task {task.name!r}"
         with Naming(what):
-            return self._schedule(what, task)
+            self._schedule(what, task)
+        return task if known is None else function
 
-    def _schedule(self, what: str, task: Task[..., Any]) -> Task[..., Any]:
+    def _schedule(self, what: str, task: Task[..., Any]) -> None:
         """Record the schedule of a task."""
         if SCHEDULED_FOR in self._args:
             raise TypeError(f"{SCHEDULED_FOR} is the run's own")
@@ -179,4 +179,3 @@ class RecurringDecorator:
             number += 1
             schedule = dataclasses.replace(schedule, name=f"{task.name}#{number}")
         taken[schedule.name] = schedule
-        return task

@@ -6,7 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import psycopg
 
@@ -21,11 +21,19 @@ from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.schedule import Schedule, removed_schedules, schedules_json
 from pgdefer.tasks.task import Task
 
-__all__ = ["Registry", "module_name", "name_of"]
+__all__ = ["DjangoTask", "Registry", "module_name", "name_of", "task_of"]
 
 log = logger("pgdefer")
 
 T = TypeVar("T", bound="Task[..., Any]")
+
+
+class DjangoTask(Protocol):
+    """A task made by Django's `@task`, whose path is its name here."""
+
+    @property
+    def module_path(self) -> str:
+        """The name of its module, and its own."""
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -144,3 +152,21 @@ class Registry:
                         parameters = {"schedules": schedules_json([schedule], self.name)}
                         await execute_async(connection, sql.SCHEDULE, parameters)
             raise
+
+
+def task_of(registry: Registry, given: object) -> Task[..., Any] | None:
+    """Return a task, also for a task of Django; None for anything else.
+
+    Raises TypeError for a task of Django that belongs to another backend.
+    """
+    if isinstance(given, Task):
+        return given
+    path = getattr(given, "module_path", None)
+    if not isinstance(path, str):
+        return None
+    if path not in registry.tasks:
+        raise TypeError(
+            f"Django's task {path!r} does not belong to this queue: it needs PgDeferBackend as its "
+            "backend in TASKS"
+        )
+    return registry.tasks[path]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from pgdefer.app import App
+from pgdefer.tasks.registry import DjangoTask, task_of
 from pgdefer.tasks.task import Task
 from pgdefer.testing.connections import at_once
 from pgdefer.testing.jobs import Deferred, DeferredJob, J, arguments, found, name_of
@@ -17,6 +19,8 @@ T = TypeVar("T")
 class Assertions(Generic[J]):
     """Asks which jobs were deferred, and checks it."""
 
+    app: App
+
     async def deferred_jobs(self) -> list[J]:
         """Return the jobs deferred in this test."""
         raise NotImplementedError
@@ -26,7 +30,7 @@ class Assertions(Generic[J]):
         return at_once(coroutine)
 
     def deferred(
-        self, task: Task[..., Any] | str | None = None, /, *args: Any, **kwargs: Any
+        self, task: Task[..., Any] | DjangoTask | str | None = None, /, *args: Any, **kwargs: Any
     ) -> list[J]:
         """Return the jobs deferred in this test, by id, including those that have ended.
 
@@ -35,13 +39,18 @@ class Assertions(Generic[J]):
         return self._at_once(self.deferred_async(task, *args, **kwargs))
 
     async def deferred_async(
-        self, task: Task[..., Any] | str | None = None, /, *args: Any, **kwargs: Any
+        self, task: Task[..., Any] | DjangoTask | str | None = None, /, *args: Any, **kwargs: Any
     ) -> list[J]:
         """Return the jobs deferred in this test: as `deferred`."""
         jobs = await self.deferred_jobs()
-        return jobs if task is None else found(jobs, task, arguments(task, args, kwargs))
+        if task is None:
+            return jobs
+        known = self._known(task)
+        return found(jobs, known, arguments(known, args, kwargs))
 
-    def assert_deferred(self, task: Task[..., Any] | str, /, *args: Any, **kwargs: Any) -> J:
+    def assert_deferred(
+        self, task: Task[..., Any] | DjangoTask | str, /, *args: Any, **kwargs: Any
+    ) -> J:
         """Check that a task was deferred with these arguments, and perhaps others.
 
         Returns the last such job. For the number of jobs use `len(deferred(task, ...))`.
@@ -49,30 +58,40 @@ class Assertions(Generic[J]):
         return self._at_once(self.assert_deferred_async(task, *args, **kwargs))
 
     async def assert_deferred_async(
-        self, task: Task[..., Any] | str, /, *args: Any, **kwargs: Any
+        self, task: Task[..., Any] | DjangoTask | str, /, *args: Any, **kwargs: Any
     ) -> J:
         """Check that a task was deferred: as `assert_deferred`."""
         jobs = await self.deferred_jobs()
-        expected = arguments(task, args, kwargs)
-        matching = found(jobs, task, expected)
+        known = self._known(task)
+        expected = arguments(known, args, kwargs)
+        matching = found(jobs, known, expected)
         if not matching:
-            wanted = _call_text(name_of(task), expected)
+            wanted = _call_text(name_of(known), expected)
             raise AssertionError(f"{wanted} was not deferred, but\n{_listed(jobs)}")
         return matching[-1]
 
     def assert_not_deferred(
-        self, task: Task[..., Any] | str | None = None, /, *args: Any, **kwargs: Any
+        self, task: Task[..., Any] | DjangoTask | str | None = None, /, *args: Any, **kwargs: Any
     ) -> None:
         """Check that nothing was deferred: no job, none of a task, or none with these arguments."""
         self._at_once(self.assert_not_deferred_async(task, *args, **kwargs))
 
     async def assert_not_deferred_async(
-        self, task: Task[..., Any] | str | None = None, /, *args: Any, **kwargs: Any
+        self, task: Task[..., Any] | DjangoTask | str | None = None, /, *args: Any, **kwargs: Any
     ) -> None:
         """Check that nothing was deferred: as `assert_not_deferred`."""
         jobs = await self.deferred_async(task, *args, **kwargs)
         if jobs:
             raise AssertionError(f"deferred:\n{_listed(jobs)}")
+
+    def _known(self, task: Task[..., Any] | DjangoTask | str) -> Task[..., Any] | str:
+        """Return a task, or its name."""
+        if isinstance(task, str):
+            return task
+        known = task_of(self.app, task)
+        if known is None:
+            raise TypeError(f"a task, or its name, is needed, not {task!r}")
+        return known
 
 
 def _call_text(task: str, args: Mapping[str, Any]) -> str:

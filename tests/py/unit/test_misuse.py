@@ -7,6 +7,7 @@ import datetime as dt
 import functools
 import math
 from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -208,7 +209,8 @@ def test_retention_by_outcome(app: App, retain: Any, kind: type[Exception], mess
 
 def test_what_is_no_job(app: App) -> None:
     assert app.job(7) == Job(7, app.client)
-    for wrong in ("7", True, 7.0, None):
+    assert app.job(SimpleNamespace(id="7")) == Job(7, app.client)  # as Django's TaskResult
+    for wrong in ("7", True, 7.0, None, SimpleNamespace(id="-7"), SimpleNamespace(id="x7")):
         with pytest.raises(TypeError, match="a job, or its id as an int, is needed, not"):
             app.job(wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="-1 is no job's id"):
