@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from django.test import Client, override_settings
 from shop.models import Letter, Order
 from shop.tasks import charge, write
 
-from pgdefer import AlreadyQueued, App
+from pgdefer import AlreadyQueued, App, Deferral
 from pgdefer.contrib.django import conf
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Attempt, Job, Queue, ReadOnly, Schedule, Task
@@ -192,6 +193,7 @@ def test_the_checks_find_what_is_wrong(server: EmbeddedServer, shop: str) -> Non
     assert messages({"DATABSE": "x"}) == ["pgdefer.E001"]
     assert messages({"DATABASE": "x"}) == ["pgdefer.E002"]
     assert messages({"MIDDLEWARE": ["no.such"]}) == ["pgdefer.E004"]
+    assert messages({"DEFER_MIDDLEWARE": ["no.such"]}) == ["pgdefer.E004"]
     assert messages({"IMPORTS": ["nomod"]}) == ["pgdefer.E004"]
     assert messages({"IMPORTS": ("shop.tasks",)}) == []
     assert messages({"DEFAULTS": {"retry": 3, "queue": "mail"}}) == []
@@ -212,6 +214,7 @@ def test_the_checks_find_what_is_wrong(server: EmbeddedServer, shop: str) -> Non
         ({"DEFAULTS": None}, "'DEFAULTS'. must be a dict, not None"),
         ({"IMPORTS": "x"}, "'IMPORTS'. must be a list of names, not 'x'"),
         ({"MIDDLEWARE": [5]}, "'MIDDLEWARE'. must be a list of names, not"),
+        ({"DEFER_MIDDLEWARE": "x"}, "'DEFER_MIDDLEWARE'. must be a list of names, not 'x'"),
         ({"HEADERS": 5}, "'HEADERS'. must be a name or None, not 5"),
         ({"DATABASE": None}, "'DATABASE'. must be a name, not None"),
         ({"PGBOUNCER": "yes"}, "'PGBOUNCER'. must be True or False, not 'yes'"),
@@ -221,6 +224,23 @@ def test_what_is_no_setting(settings: Any, said: str) -> None:
     with override_settings(PGDEFER=settings), pytest.raises(ImproperlyConfigured, match=said):
         conf.read()
     assert messages(settings) == ["pgdefer.E001"]
+
+
+deferrals: list[Deferral] = []
+
+
+@contextlib.contextmanager
+def note_deferral(deferral: Deferral) -> Iterator[None]:
+    yield
+    deferrals.append(deferral)
+
+
+def test_middleware_surrounds_calls_that_defer(shop: str) -> None:
+    deferrals.clear()
+    project = DjangoApp(conf.Settings(DEFER_MIDDLEWARE=[f"{__name__}.note_deferral"]))
+    one = project.defer("one", {"n": 1})
+    assert [(call.task, call.args) for d in deferrals for call in d.calls] == [("one", '{"n":1}')]
+    assert [job.id for job in deferrals[0].jobs] == [one.id]
 
 
 @pytest.mark.parametrize("command", ["check", "pgdefer job ls", "pgdefer worker --drain"])

@@ -52,6 +52,7 @@ class DjangoApp(App):
             source,
             headers=None if settings.HEADERS is None else import_string(settings.HEADERS),
             middleware=[around_job, *surrounding],
+            defer_middleware=[import_string(name) for name in settings.DEFER_MIDDLEWARE],
         )
         Registry.__init__(self, client, "django", settings.IMPORTS)
         self.defaults = dict(settings.DEFAULTS)

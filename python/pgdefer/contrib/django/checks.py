@@ -53,7 +53,8 @@ def check_settings(**_options: Any) -> list[checks.CheckMessage]:
 
 def _names(settings: conf.Settings) -> Iterator[checks.CheckMessage]:
     """Check what can be imported."""
-    for name in filter(None, [*settings.MIDDLEWARE, settings.HEADERS]):
+    surrounding = (*settings.MIDDLEWARE, *settings.DEFER_MIDDLEWARE)
+    for name in filter(None, (*surrounding, settings.HEADERS)):
         try:
             import_string(name)
         except ImportError as error:

@@ -34,8 +34,14 @@ class DjangoClient(Client):
         *,
         headers: Callable[[str], Mapping[str, Any]] | None,
         middleware: Iterable[Any],
+        defer_middleware: Iterable[Any],
     ) -> None:
-        super().__init__(source, headers=headers, middleware=tuple(middleware))
+        super().__init__(
+            source,
+            headers=headers,
+            middleware=tuple(middleware),
+            defer_middleware=tuple(defer_middleware),
+        )
         self.alias = source.alias
         self.child_module = "pgdefer.contrib.django.child"
 

@@ -22,8 +22,8 @@ class Settings:
     through pgbouncer; `LISTEN_DATABASE` is then the alias of a direct connection to the same
     database, on which workers listen for notifications. `IMPORTS` are modules with tasks, in
     addition to each app's `tasks`. `DEFAULTS` are options of every task, `MIDDLEWARE` names
-    functions that surround every handler, `HEADERS` names one that returns a job's headers. `FORM`
-    is how migrations install the queue.
+    functions that surround every handler, `DEFER_MIDDLEWARE` those that surround every call that
+    defers, `HEADERS` one that returns a job's headers. `FORM` is how migrations install the queue.
     """
 
     DATABASE: str = "default"
@@ -32,6 +32,7 @@ class Settings:
     IMPORTS: Sequence[str] = ()
     DEFAULTS: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     MIDDLEWARE: Sequence[str] = ()
+    DEFER_MIDDLEWARE: Sequence[str] = ()
     HEADERS: str | None = None
     FORM: str = "auto"
 
@@ -67,7 +68,7 @@ _RULES: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "a name or None",
     ),
     (("PGBOUNCER",), lambda value: isinstance(value, bool), "True or False"),
-    (("IMPORTS", "MIDDLEWARE"), _is_list, "a list of names"),
+    (("IMPORTS", "MIDDLEWARE", "DEFER_MIDDLEWARE"), _is_list, "a list of names"),
     (("DEFAULTS",), lambda value: isinstance(value, Mapping), "a dict"),
     (("FORM",), lambda value: value in _FORMS, f"one of {', '.join(_FORMS)}"),
 )
