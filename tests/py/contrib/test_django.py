@@ -27,6 +27,7 @@ from shop.tasks import charge, write
 from pgdefer import AlreadyQueued, App, Deferral
 from pgdefer.contrib.django import conf
 from pgdefer.contrib.django.application import DjangoApp
+from pgdefer.contrib.django.checks import check_database
 from pgdefer.contrib.django.models import Attempt, Job, Queue, ReadOnly, Schedule, Task
 from pgdefer.database.server import EmbeddedServer
 from support import ROOT, create_database
@@ -188,7 +189,9 @@ def messages(settings: Any, **options: Any) -> list[str]:
         return [m.id for m in checks.run_checks(**options) if m.id.startswith("pgdefer")]
 
 
-def test_the_checks_find_what_is_wrong(server: EmbeddedServer, shop: str) -> None:
+def test_the_checks_find_what_is_wrong(
+    server: EmbeddedServer, shop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert messages({}, databases=["default"]) == []
     assert messages({"DATABSE": "x"}) == ["pgdefer.E001"]
     assert messages({"DATABASE": "x"}) == ["pgdefer.E002"]
@@ -202,6 +205,13 @@ def test_the_checks_find_what_is_wrong(server: EmbeddedServer, shop: str) -> Non
     create_database(server, "django_blank")
     use(server, "django_blank")
     assert messages({}, databases=["default"]) == ["pgdefer.W001"]
+    assert check_database(databases=["default"])[0].hint == "manage.py migrate"
+    monkeypatch.setitem(connections.settings, "jobs", connections.settings["default"])
+    with override_settings(PGDEFER={"DATABASE": "jobs"}):
+        (found,) = check_database(databases=["jobs"])
+    assert found.hint == "manage.py migrate --database jobs"
+    connections["jobs"].close()
+    del connections["jobs"]
     use(server, "django")
 
 

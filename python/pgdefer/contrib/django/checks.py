@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DatabaseError, connections
+from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.module_loading import import_string
 
@@ -100,7 +100,8 @@ def check_database(
         tables = None
     if tables is None:
         text = f"the queue is not installed in the database {alias!r}"
-        return [checks.Warning(text, hint="manage.py migrate", id="pgdefer.W001")]
+        hint = "manage.py migrate" + ("" if alias == DEFAULT_DB_ALIAS else f" --database {alias}")
+        return [checks.Warning(text, hint=hint, id="pgdefer.W001")]
     if not is_at_least(tables, offered_version()):
         text = f"the queue of the database {alias!r} is {tables}, and this package has "
         return [
