@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import importlib
 import logging
 import os
@@ -18,7 +17,6 @@ import typer
 import pgdefer
 from pgdefer import App
 from pgdefer.database import sql
-from pgdefer.logs import JsonFormatter
 from pgdefer.worker.options import (
     DEAD_AFTER,
     HEARTBEAT_EVERY,
@@ -30,6 +28,7 @@ from pgdefer.worker.supervisor import Supervisor, SupervisorChannel
 
 from . import _show
 from ._base import DSN, AsJson, Exit, fail, reported, session
+from ._log import Format, Level, Log
 from ._reload import run_and_reload
 
 if TYPE_CHECKING:
@@ -191,22 +190,6 @@ PruneSchedules = Annotated[
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log each job, and its start.")]
 
 
-class Level(enum.StrEnum):
-    """The values of `--log-level`."""
-
-    debug = "debug"
-    info = "info"
-    warning = "warning"
-    error = "error"
-
-
-class Format(enum.StrEnum):
-    """The values of `--log-format`."""
-
-    text = "text"
-    json = "json"
-
-
 LogLevel = Annotated[
     Level | None,
     typer.Option(
@@ -215,8 +198,11 @@ LogLevel = Annotated[
     ),
 ]
 LogFormat = Annotated[
-    Format,
-    typer.Option(help="json: one object per line, with fields such as the task and outcome."),
+    Format | None,
+    typer.Option(
+        help="json: one object per line, with fields such as the task and outcome.",
+        show_default="text",
+    ),
 ]
 Http = Annotated[
     str | None,
@@ -264,7 +250,7 @@ def worker(
     reload: Reload = False,
     verbose: Verbose = False,
     log_level: LogLevel = None,
-    log_format: LogFormat = Format.text,
+    log_format: LogFormat = None,
     supervisor_fd: SupervisorFd = None,
     replaces: Replaces = None,
 ) -> None:
@@ -281,7 +267,7 @@ def worker(
     if reload:
         is_plain = processes is None and max_jobs is None and not drain
         raise typer.Exit(run_and_reload(shutdown_timeout, is_plain=is_plain))
-    _set_up_log(log_level, log_format, verbose=verbose)
+    log = Log(log_level, log_format, verbose=verbose)
     channel = _channel(supervisor_fd, replaces)
     options: WorkerOptions = {
         "name": name,
@@ -295,21 +281,21 @@ def worker(
         "jobs_per_process": jobs_per_process,
         "http": http,
     }
-    if prefetch is not None:
-        options["prefetch"] = prefetch
-    _slots(options, concurrency, slots)
+    _slots(options, concurrency, slots, prefetch)
     _choose(options, queues, tasks, max_running, strict=strict)
     with _checked():
         check_options(options)
     wanted = _names(queues or []) or None
     databases = _databases(dsn, dsns, per_database)
+    if processes is not None and channel is None and databases is None:
+        _supervise(processes, options)
+    loaded = _load(app)
+    log.set_up()
     if databases is not None:
         is_single = processes is not None or pgbouncer or _is_given(context, "listen_dsn")
-        _run_many(_load(app), databases, wanted, per_database, options, is_single=is_single)
+        _run_many(loaded, databases, wanted, per_database, options, is_single=is_single)
         return
-    if processes is not None and channel is None:
-        _supervise(processes, options)
-    found = _moved(_load(app), _one(dsn), listen_dsn, pgbouncer=pgbouncer)
+    found = _moved(loaded, _one(dsn), listen_dsn, pgbouncer=pgbouncer)
     with _checked():
         running = pgdefer.Worker(found, wanted, **options)
     if channel is not None:
@@ -342,17 +328,6 @@ def _databases(
     return dsn if file is None else file
 
 
-def _set_up_log(level: Level | None, form: Format, *, verbose: bool) -> None:
-    handler = logging.StreamHandler()
-    text = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    handler.setFormatter(JsonFormatter() if form is Format.json else logging.Formatter(text))
-    logging.basicConfig(level=(level or Level.info).upper(), handlers=[handler])
-    if verbose:
-        logging.getLogger("pgdefer").setLevel(logging.DEBUG)
-    elif level is None:
-        logging.getLogger("pgdefer.job").setLevel(logging.WARNING)
-
-
 @workers.command("ls")
 def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
     """List the registered workers, and those that have left within the last minute."""
@@ -379,8 +354,12 @@ def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
     )
 
 
-def _slots(options: WorkerOptions, concurrency: int | None, slots: list[str] | None) -> None:
-    """Set the options that say how many jobs run at once."""
+def _slots(
+    options: WorkerOptions, concurrency: int | None, slots: list[str] | None, prefetch: Any
+) -> None:
+    """Set the options that say how many jobs run at once, and are claimed ahead."""
+    if prefetch is not None:
+        options["prefetch"] = prefetch
     if concurrency is not None:
         options["concurrency"] = concurrency
     if slots:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
+import logging
+from collections.abc import Callable, Coroutine, Iterator
 from importlib import import_module
 from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, Unpack, overload
 
@@ -93,7 +95,8 @@ class DjangoApp(App):
     def import_tasks(self) -> None:
         """Import the module `tasks` of each installed app, and the modules of `IMPORTS`."""
         if not apps.ready:
-            django.setup()
+            with _logging():
+                django.setup()
         autodiscover_modules("tasks")
         super().import_tasks()
 
@@ -115,6 +118,16 @@ class DjangoApp(App):
         """Refuse: handlers write to the database of the settings."""
         del dsn, listen_dsn, pgbouncer
         raise InvalidParameter("settings.DATABASES says where the database is")
+
+
+@contextlib.contextmanager
+def _logging() -> Iterator[None]:
+    """Let the queue's loggers log: LOGGING disables those that exist before the project."""
+    loggers = [logging.getLogger(name) for name in ("pgdefer", "pgdefer.job", "pgdefer.worker")]
+    loggers = [logger for logger in loggers if not logger.disabled]
+    yield
+    for logger in loggers:
+        logger.disabled = False
 
 
 @functools.cache

@@ -1,0 +1,91 @@
+"""The log of `manage.py pgdefer worker`, in projects with and without LOGGING."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgdefer.contrib.django.application import DjangoApp
+from support import ROOT
+
+from .conftest import PROJECT
+
+pytestmark = pytest.mark.client
+
+CONSOLE = {
+    "version": 1,
+    "formatters": {"own": {"format": "own %(levelname)s %(name)s: %(message)s"}},
+    "handlers": {"console": {"class": "logging.StreamHandler", "formatter": "own"}},
+}
+OF_QUEUE = {**CONSOLE, "loggers": {"pgdefer": {"handlers": ["console"], "level": "INFO"}}}
+OF_ALL = {
+    **CONSOLE,
+    "handlers": {"console": {**CONSOLE["handlers"]["console"], "level": "WARNING"}},  # type: ignore[index]
+    "root": {"handlers": ["console"], "level": "WARNING"},
+}
+ELSEWHERE = {**CONSOLE, "loggers": {"shop": {"handlers": ["console"]}}}
+
+
+PROCESSES = [
+    pytest.param((), id="one"),
+    pytest.param(("--processes", "1"), id="processes", marks=pytest.mark.long),
+]
+
+
+def log(app: DjangoApp, shop: str, folder: Path, logging: Any, *options: str) -> list[str]:
+    """Return the lines about a job's success, as a worker with this LOGGING writes them."""
+    app.defer("shop.tasks.forget_old_orders", {"scheduled_for": "2030-01-01T00:00:00Z"})
+    text = f"from shop.settings import *\n\nLOGGING = {logging!r}\n"
+    (folder / "log_settings.py").write_text(text)
+    info = psycopg.conninfo.conninfo_to_dict(shop)
+    environment = os.environ | {
+        "PGHOST": str(info["host"]),
+        "PGUSER": str(info["user"]),
+        "PGDATABASE": str(info["dbname"]),
+        "PYTHONPATH": f"{ROOT / 'python'}{os.pathsep}{folder}",
+        "DJANGO_SETTINGS_MODULE": "log_settings",
+    }
+    command = [sys.executable, str(PROJECT / "manage.py"), "pgdefer", "worker", "--drain", *options]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, check=False, cwd=PROJECT, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return [line for line in done.stderr.splitlines() if "succeeded" in line]
+
+
+@pytest.mark.parametrize("options", PROCESSES)
+def test_the_projects_log_is_left_alone(
+    app: DjangoApp, shop: str, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    (line,) = log(app, shop, tmp_path, OF_QUEUE, *options)
+    assert line.startswith("own INFO pgdefer.job: ")
+    assert log(app, shop, tmp_path, OF_ALL, *options) == []
+
+
+def test_options_take_effect_once(app: DjangoApp, shop: str, tmp_path: Path) -> None:
+    (line,) = log(app, shop, tmp_path, OF_QUEUE, "--log-format", "json")
+    assert json.loads(line)["logger"] == "pgdefer.job"
+    (line,) = log(app, shop, tmp_path, OF_ALL, "--log-level", "info")
+    assert line.startswith("own INFO pgdefer.job: ")
+    assert log(app, shop, tmp_path, OF_QUEUE, "--log-level", "warning") == []
+    (line,) = log(app, shop, tmp_path, OF_ALL, "--log-level", "info", "--log-format", "json")
+    assert json.loads(line)["level"] == "INFO"
+
+
+@pytest.mark.parametrize("options", PROCESSES)
+@pytest.mark.parametrize("logging", [{}, ELSEWHERE], ids=["none", "elsewhere"])
+def test_a_project_without_a_log_of_the_queue(
+    app: DjangoApp, shop: str, tmp_path: Path, logging: Any, options: tuple[str, ...]
+) -> None:
+    assert log(app, shop, tmp_path, logging, *options) == []
+    (line,) = log(app, shop, tmp_path, logging, "--log-level", "info", *options)
+    assert " INFO pgdefer.job: " in line
+    (line,) = log(app, shop, tmp_path, logging, "-v", "--log-format", "json", *options)
+    assert json.loads(line)["logger"] == "pgdefer.job"
