@@ -31,7 +31,8 @@ class UncountedList(ChangeList):
         """Set what Django's templates read, as `get_results` must."""
         self.result_list = rows
         self.result_count = len(rows)
-        self.full_result_count = None
+        # The same: templates then show neither, nor a link to all.
+        self.full_result_count = len(rows)
         self.show_full_result_count = False
         self.show_admin_actions = True
         self.can_show_all = self.multi_page = False

@@ -6,6 +6,7 @@ from typing import Any
 
 from django.contrib import admin
 from django.contrib.admin.options import ShowFacets
+from django.contrib.admin.utils import display_for_value
 from django.contrib.admin.views.main import ChangeList
 from django.http import HttpRequest
 from django.template.defaultfilters import filesizeformat
@@ -32,6 +33,7 @@ from pgdefer.contrib.django.models import (
     Worker,
 )
 from pgdefer.database import sql
+from pgdefer.database.source import LAST
 
 __all__ = [
     "LockAdmin",
@@ -100,9 +102,31 @@ class ViewAdmin(HidingAdmin):
 class QueueAdmin(ViewAdmin):
     """Queues: pause and resume."""
 
-    list_display = ("name", "ready", "running", "max_running", "paused_until")
+    list_display = ("name", "ready", "running", "max_running", "paused")
+    fields = (
+        "name",
+        "created_at",
+        "max_running",
+        "rate_limit",
+        "rate_per",
+        "retain",
+        "ready",
+        "running",
+        "paused",
+    )
+    readonly_fields = ("paused",)
     search_fields = ("name",)
     actions = ("pause", "resume")
+
+    @admin.display(description=_("paused"), ordering="paused_until")
+    def paused(self, queue: Queue) -> str | None:
+        """Return until when it is paused."""
+        end = queue.paused_until
+        if end is None:
+            return None
+        if end.year == LAST.year:  # infinity
+            return str(_("until resumed"))
+        return f"{_('until')} {display_for_value(end, '')}"
 
     @admin.action(description=_("Pause"), permissions=["operate"])
     def pause(self, request: HttpRequest, queryset: Any) -> None:
