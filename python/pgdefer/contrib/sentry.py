@@ -1,4 +1,4 @@
-"""Sentry: errors with the context of their job, and check-ins of recurring tasks.
+"""Sentry: errors with the context of their job, traces, and check-ins of recurring tasks.
 
 Call `instrument(app)` after `App(...)` and `sentry_sdk.init(...)`; the extra is `pgdefer[sentry]`.
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import re
+import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import sentry_sdk
@@ -18,11 +19,15 @@ from sentry_sdk.integrations.logging import ignore_logger
 
 from pgdefer.app import App
 from pgdefer.contrib._attach import attach
+from pgdefer.errors import DecodeError
 from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.hooks import JobEvent
-from pgdefer.tasks.raised import RetryLater
+from pgdefer.tasks.raised import RetryLater, suspension
 
 __all__ = ["instrument"]
+
+# The header of the time at which a job was deferred, in seconds: Celery's integration has it too.
+DEFERRED_AT = "sentry-task-enqueued-time"
 
 
 def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
@@ -32,8 +37,11 @@ def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
     recurring task is a check-in of the monitor with the task's name: `ok` when it has succeeded,
     `error` when it has failed for good; it is open while the job sleeps or is to run again.
 
+    If the SDK traces, each run is a transaction, in the trace of the call that deferred the job.
+
     Events of tasks with the option `sensitive` have no local variables, which hold the arguments.
-    What the loggers `pgdefer.job` and `pgdefer.worker` record is not reported.
+    What the loggers `pgdefer.job` and `pgdefer.worker` record is not reported, nor what
+    `django.tasks` records of a run.
     """
     # Their records would be events too, with the local variables of frames that hold args.
     ignore_logger("pgdefer.job")
@@ -46,7 +54,8 @@ def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
             is_recurring = crons and job.scheduled_for is not None
             if is_recurring:
                 _check_in(job, "in_progress")
-            yield
+            with _transaction(job) if _is_tracing() else contextlib.nullcontext():
+                yield
             if is_recurring and not isinstance(job.result, RetryLater):
                 _check_in(job, "ok")
 
@@ -63,12 +72,84 @@ def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
             else:
                 scope.capture_message(f"{event.job.task}: {event.error}", "error")
 
-    attach(app, middleware=scoped)
+    attach(app, middleware=scoped, headers=_headers)
     app.on("exhausted")(report)
     if retries:
         app.on("retry")(report)
     if crons:
         app.on("exhausted")(check_in_failed)
+
+
+def _is_tracing() -> bool:
+    """Whether the SDK traces at all."""
+    options = sentry_sdk.get_client().options
+    return (
+        options.get("traces_sample_rate") is not None or options.get("traces_sampler") is not None
+    )
+
+
+def _headers(_task: str) -> Mapping[str, Any]:
+    """Return the headers of a job that link its runs to the present trace."""
+    if not _is_tracing():
+        return {}
+    trace = {"sentry-trace": sentry_sdk.get_traceparent(), "baggage": sentry_sdk.get_baggage()}
+    return {name: value for name, value in trace.items() if value} | {DEFERRED_AT: time.time()}
+
+
+@contextlib.contextmanager
+def _transaction(job: JobContext) -> Iterator[None]:
+    """Surround a run with a transaction, in the trace of the job."""
+    headers = _headers_of(job)
+    links = {key: value for key, value in headers.items() if isinstance(value, str)}
+    transaction = sentry_sdk.continue_trace(
+        links, op="queue.process", name=job.task, source="task", origin="auto.queue.pgdefer"
+    )
+    about = {"id": job.id, "task": job.task, "queue": job.queue, "attempt": job.attempt}
+    span = sentry_sdk.start_transaction(transaction, custom_sampling_context={"pgdefer": about})
+    for name, value in _messaging(job, headers).items():
+        span.set_data(name, value)
+    span.set_status("ok")
+    failure: BaseException | None = None
+    span.__enter__()
+    try:
+        yield
+    except BaseException as error:
+        failure = _failure(job, error)
+        raise
+    finally:
+        span.__exit__(type(failure) if failure else None, failure, None)
+
+
+def _failure(job: JobContext, error: BaseException) -> BaseException | None:
+    """Return why a run fails; a run that sleeps or waits does not, though it raises."""
+    suspended = suspension(error)
+    if suspended is None:
+        return error
+    return suspended.__cause__ if job.steps.ended_as is not None else None
+
+
+def _headers_of(job: JobContext) -> Mapping[str, Any]:
+    try:
+        return job.headers
+    except DecodeError:  # of another program: no reason for a run to fail
+        return {}
+
+
+def _messaging(job: JobContext, headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what Sentry knows of a message by its conventions."""
+    found: dict[str, Any] = {
+        "messaging.system": "pgdefer",
+        "messaging.message.id": str(job.id),
+        "messaging.destination.name": job.queue,
+        "messaging.message.retry.count": job.attempt - 1,
+    }
+    deferred_at = headers.get(DEFERRED_AT)
+    if isinstance(deferred_at, int | float):
+        if job.scheduled_at is not None:
+            deferred_at = max(deferred_at, job.scheduled_at.timestamp())
+        latency = max(time.time() - deferred_at, 0) * 1000
+        found["messaging.message.receive.latency"] = latency
+    return found
 
 
 def _check_in(job: JobContext, status: str) -> None:
@@ -86,9 +167,15 @@ def _describe(app: App, scope: sentry_sdk.Scope, job: JobContext) -> None:
     scope.set_context(
         "pgdefer", {"id": job.id, "task": job.task, "queue": job.queue, "attempt": job.attempt}
     )
+    scope.add_event_processor(_without_djangos)
     defaults = app.client.defaults.get(job.task)
     if defaults is not None and defaults.options.get("sensitive"):
         scope.add_event_processor(_without_variables)
+
+
+def _without_djangos(event: Any, _hint: Any) -> Any:
+    """Leave out what Django logs of a task's end: it is reported here, if it is for good."""
+    return None if event.get("logger") == "django.tasks" else event
 
 
 def _without_variables(event: Any, _hint: Any) -> Any:
