@@ -68,7 +68,7 @@ begin
   end if;
 end $$;
 
--- The jobs that jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs
+-- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs
 -- to all their needs at once, so that a job passes on only the earliest of many deadlines, and again only an
 -- earlier one. late: those that it has come to after 20 rounds and 50 ms.
 create or replace function queue._earlier_deadlines(p_ids bigint[], out ids bigint[],
@@ -84,7 +84,7 @@ begin
   select array_agg(u.id) as ids, array_agg(j.deadline) as deadlines into v_next
   from unnest(p_ids) u (id)
   cross join lateral (select j.deadline from queue.job_now j where j.id = u.id offset 0) j
-  where j.deadline < 'infinity';
+  where j.deadline < 'infinity' and not exists (select from queue.finished f where f.id = u.id);
   while v_next.ids is not null loop
     select array_agg(x.id) as ids, array_agg(x.deadline) as deadlines into v_next
     from (

@@ -56,7 +56,7 @@ end $$;
 -- deadlock is over with this part, so only a second one is raised. 2 s is longer than deadlock_timeout's
 -- default; with a longer one only the holder finds a deadlock.
 -- The server counts a session as idle only once its client has closed the pipeline, and never while it sends.
--- So a waiter looks after each part, and ends a holder that has waited for its client five times in a row.
+-- So a waiter looks after each part, and ends a holder that has waited for its client for five of them.
 -- Raises: 55P03 at the end of the part in which lock_timeout passes; 40P01.
 -- Two sessions: operate/change.savepoint.spec, tests/py/races/test_lock_jobs.py and test_frozen.py.
 create or replace function queue._lock_admission(p_wait boolean)
@@ -64,7 +64,8 @@ returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_timeout text;
   v_since timestamptz;
-  v_stalls integer := 0;
+  v_seen text;
+  v_times integer;
   v_has_deadlock boolean := false;
 begin
   loop
@@ -80,11 +81,11 @@ begin
       perform set_config('lock_timeout', v_timeout, true);
       exit;
     exception when lock_not_available then
+      select e.seen, e.times into v_seen, v_times from queue._end_stalled(v_seen, v_times) e;
       v_timeout := current_setting('lock_timeout');
       if v_timeout <> '0' and v_timeout::interval <= clock_timestamp() - v_since then
         raise;
       end if;
-      v_stalls := queue._count_stalls(v_stalls);
     when deadlock_detected then
       if v_has_deadlock then
         raise;
@@ -92,6 +93,9 @@ begin
       v_has_deadlock := true;
     end;
   end loop;
+  if v_since is not null then
+    perform pg_try_advisory_xact_lock({{holder_lock}});
+  end if;
   v_timeout := current_setting('idle_in_transaction_session_timeout');
   if v_timeout = '0' or v_timeout::interval > interval '10 s' then
     v_timeout := set_config('idle_in_transaction_session_timeout', '10s', true);
@@ -103,27 +107,33 @@ begin
   return true;
 end $$;
 
--- How often in a row the holder of the admission lock has waited for its client without being idle; the
--- fifth time ends its session. 0: it works, its sessions are hidden from the owner, or the owner may not end
--- it (health names it).
-create or replace function queue._count_stalls(p_before integer)
-returns integer language plpgsql volatile parallel unsafe security invoker as $$
+-- Ends the session that holds the admission lock if five looks in a row have found the same: it is not idle,
+-- waits for its client, and has got no message since. p_seen, p_times: what the last look has found, and how
+-- often. A holder counts only if it is certain: one that has waited for the lock has it by a savepoint that it
+-- has released, so it holds holder_lock too. Nothing is found if the owner may not see that session, and health
+-- names one that the owner may not end.
+create or replace function queue._end_stalled(p_seen text, p_times integer, out seen text, out times integer)
+language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_holder record;
+  v_pid integer;
 begin
-  perform pg_stat_clear_snapshot();  -- else state is that of the first look of this transaction
-  v_holder := queue._admission_holder();
-  if not exists (select from pg_stat_activity a where a.pid = v_holder.pid and a.state = 'active'
-    and a.wait_event_type = 'Client' and a.xact_start < clock_timestamp() - p_before * interval '1 s')
-  then
-    return 0;
-  elsif p_before < 4 then
-    return p_before + 1;
+  perform pg_stat_clear_snapshot();  -- else all looks of a transaction show what the first one has seen
+  select a.pid, concat_ws(' ', a.pid, a.backend_start, a.state_change, c.bytes_processed) into v_pid, seen
+  from queue.admission m
+  cross join pg_locks l
+  join pg_stat_activity a on a.pid = l.pid
+  left join pg_stat_progress_copy c on c.pid = a.pid
+  where l.granted and l.mode = 'ExclusiveLock' and l.pid <> pg_backend_pid()
+    and (l.locktype = 'transactionid' and l.transactionid = m.xmax
+      or l.locktype = 'advisory' and (l.classid::bigint, l.objid::bigint) = ({{holder_lock}})
+        and l.database = (select d.oid from pg_database d where d.datname = current_database()))
+    and a.state = 'active' and a.wait_event_type = 'Client';
+  times := case when seen = p_seen then p_times + 1 else 1 end;
+  if times = 5 then
+    perform pg_terminate_backend(v_pid);
   end if;
-  perform pg_terminate_backend(v_holder.pid);
-  return 0;
 exception when insufficient_privilege then
-  return 0;
+  null;
 end $$;
 
 -- Whether this transaction holds the admission lock. The setting is undone with the savepoint that took it.

@@ -262,7 +262,7 @@ begin
   select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
   where j.id = any (p_ids) and j.flags & {{expires}} <> 0
     and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
-  perform queue._propagate_deadline(array(
+  perform queue._propagate_deadline(p_ids || array(
     select distinct d.job_id from queue.need d where d.need_id = any (p_ids)));
   v_joined := queue._join_locks(p_ids);
   perform queue._advance(

@@ -3016,7 +3016,7 @@ end $$;
 -- deadlock is over with this part, so only a second one is raised. 2 s is longer than deadlock_timeout's
 -- default; with a longer one only the holder finds a deadlock.
 -- The server counts a session as idle only once its client has closed the pipeline, and never while it sends.
--- So a waiter looks after each part, and ends a holder that has waited for its client five times in a row.
+-- So a waiter looks after each part, and ends a holder that has waited for its client for five of them.
 -- Raises: 55P03 at the end of the part in which lock_timeout passes; 40P01.
 -- Two sessions: operate/change.savepoint.spec, tests/py/races/test_lock_jobs.py and test_frozen.py.
 create or replace function queue._lock_admission(p_wait boolean)
@@ -3024,7 +3024,8 @@ returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_timeout text;
   v_since timestamptz;
-  v_stalls integer := 0;
+  v_seen text;
+  v_times integer;
   v_has_deadlock boolean := false;
 begin
   loop
@@ -3040,11 +3041,11 @@ begin
       perform set_config('lock_timeout', v_timeout, true);
       exit;
     exception when lock_not_available then
+      select e.seen, e.times into v_seen, v_times from queue._end_stalled(v_seen, v_times) e;
       v_timeout := current_setting('lock_timeout');
       if v_timeout <> '0' and v_timeout::interval <= clock_timestamp() - v_since then
         raise;
       end if;
-      v_stalls := queue._count_stalls(v_stalls);
     when deadlock_detected then
       if v_has_deadlock then
         raise;
@@ -3052,6 +3053,9 @@ begin
       v_has_deadlock := true;
     end;
   end loop;
+  if v_since is not null then
+    perform pg_try_advisory_xact_lock(1885824102, 3/* holder_lock */);
+  end if;
   v_timeout := current_setting('idle_in_transaction_session_timeout');
   if v_timeout = '0' or v_timeout::interval > interval '10 s' then
     v_timeout := set_config('idle_in_transaction_session_timeout', '10s', true);
@@ -3063,27 +3067,33 @@ begin
   return true;
 end $$;
 
--- How often in a row the holder of the admission lock has waited for its client without being idle; the
--- fifth time ends its session. 0: it works, its sessions are hidden from the owner, or the owner may not end
--- it (health names it).
-create or replace function queue._count_stalls(p_before integer)
-returns integer language plpgsql volatile parallel unsafe security invoker as $$
+-- Ends the session that holds the admission lock if five looks in a row have found the same: it is not idle,
+-- waits for its client, and has got no message since. p_seen, p_times: what the last look has found, and how
+-- often. A holder counts only if it is certain: one that has waited for the lock has it by a savepoint that it
+-- has released, so it holds holder_lock too. Nothing is found if the owner may not see that session, and health
+-- names one that the owner may not end.
+create or replace function queue._end_stalled(p_seen text, p_times integer, out seen text, out times integer)
+language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_holder record;
+  v_pid integer;
 begin
-  perform pg_stat_clear_snapshot();  -- else state is that of the first look of this transaction
-  v_holder := queue._admission_holder();
-  if not exists (select from pg_stat_activity a where a.pid = v_holder.pid and a.state = 'active'
-    and a.wait_event_type = 'Client' and a.xact_start < clock_timestamp() - p_before * interval '1 s')
-  then
-    return 0;
-  elsif p_before < 4 then
-    return p_before + 1;
+  perform pg_stat_clear_snapshot();  -- else all looks of a transaction show what the first one has seen
+  select a.pid, concat_ws(' ', a.pid, a.backend_start, a.state_change, c.bytes_processed) into v_pid, seen
+  from queue.admission m
+  cross join pg_locks l
+  join pg_stat_activity a on a.pid = l.pid
+  left join pg_stat_progress_copy c on c.pid = a.pid
+  where l.granted and l.mode = 'ExclusiveLock' and l.pid <> pg_backend_pid()
+    and (l.locktype = 'transactionid' and l.transactionid = m.xmax
+      or l.locktype = 'advisory' and (l.classid::bigint, l.objid::bigint) = (1885824102, 3/* holder_lock */)
+        and l.database = (select d.oid from pg_database d where d.datname = current_database()))
+    and a.state = 'active' and a.wait_event_type = 'Client';
+  times := case when seen = p_seen then p_times + 1 else 1 end;
+  if times = 5 then
+    perform pg_terminate_backend(v_pid);
   end if;
-  perform pg_terminate_backend(v_holder.pid);
-  return 0;
 exception when insufficient_privilege then
-  return 0;
+  null;
 end $$;
 
 -- Whether this transaction holds the admission lock. The setting is undone with the savepoint that took it.
@@ -8795,7 +8805,7 @@ begin
   end if;
 end $$;
 
--- The jobs that jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs
+-- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs
 -- to all their needs at once, so that a job passes on only the earliest of many deadlines, and again only an
 -- earlier one. late: those that it has come to after 20 rounds and 50 ms.
 create or replace function queue._earlier_deadlines(p_ids bigint[], out ids bigint[],
@@ -8811,7 +8821,7 @@ begin
   select array_agg(u.id) as ids, array_agg(j.deadline) as deadlines into v_next
   from unnest(p_ids) u (id)
   cross join lateral (select j.deadline from queue.job_now j where j.id = u.id offset 0) j
-  where j.deadline < 'infinity';
+  where j.deadline < 'infinity' and not exists (select from queue.finished f where f.id = u.id);
   while v_next.ids is not null loop
     select array_agg(x.id) as ids, array_agg(x.deadline) as deadlines into v_next
     from (
@@ -14992,7 +15002,7 @@ returns table (id bigint, claim bigint, reason text)
 language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
-  v_last record;
+  v_told tid[];
   -- maintenance might keep others waiting for locks that another part of the transaction holds
   v_may_maintain boolean := current_setting('transaction_isolation') = 'read committed'
     and pg_current_xact_id_if_assigned() is null;
@@ -15009,14 +15019,14 @@ begin
   if not found then
     perform queue._worker_gone(heartbeat.worker);
   end if;
-  return query select a.id, a.claim, a.reason from queue.abort a where a.worker_id = heartbeat.worker
-    order by a.id, a.claim limit 1000;
-  select a.id, a.claim into v_last from queue.abort a where a.worker_id = heartbeat.worker
-  order by a.id, a.claim offset 999 limit 1;
+  -- of more than a thousand others each time
+  v_told := array(
+    select a.ctid from queue.abort a where a.worker_id = heartbeat.worker order by random() limit 1000);
+  return query
+    select a.id, a.claim, a.reason from queue.abort a where a.ctid = any (v_told) order by a.id, a.claim;
   -- a claim that was taken away is reported once
   delete from queue.abort a
-  where a.worker_id = heartbeat.worker and ((a.id, a.claim) > (v_last.id, v_last.claim)) is not true
-    and not exists (select from queue.active_job aj
+  where a.ctid = any (v_told) and not exists (select from queue.active_job aj
     where aj.id = a.id and aj.claim = a.claim);
   if v_may_maintain then
     perform queue._maintain(interval '200 ms');
@@ -16222,15 +16232,15 @@ begin
       queue._quarantined_lanes(array_agg(l.lane) filter (where l.kind = 2/* lane_crashed */ and not p_by_hand))
     into v_lanes, v_quarantined
     from (
-      select l.lane, l.kind, l.priority, m.place, min(f.id) over (partition by l.queue, l.priority)
-        as first_id
+      select l.lane, l.kind, l.priority, m.place, first_value(f.id) over (
+        partition by l.queue, l.priority order by f.deadline, f.id) as first_id
       from queue.lane l
       cross join lateral (
         select case when p_options ->> 'order' = 'listed' then min(q.n) else min(0) end as place
         from unnest(coalesce(p_queues, '{*}')) with ordinality q (pattern, n)
         where queue._matches(l.queue, q.pattern)) m
       left join lateral (
-        select aj.id from queue.active_job aj
+        select aj.deadline, aj.id from queue.active_job aj
         where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
         order by aj.deadline, aj.id limit 1) f on true
       where m.place is not null and (l.paused_until is null or l.paused_until <= v_now)
@@ -19185,7 +19195,7 @@ begin
   select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
   where j.id = any (p_ids) and j.flags & 64/* expires */ <> 0
     and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
-  perform queue._propagate_deadline(array(
+  perform queue._propagate_deadline(p_ids || array(
     select distinct d.job_id from queue.need d where d.need_id = any (p_ids)));
   v_joined := queue._join_locks(p_ids);
   perform queue._advance(

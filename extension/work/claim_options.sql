@@ -41,15 +41,15 @@ begin
       queue._quarantined_lanes(array_agg(l.lane) filter (where l.kind = {{lane_crashed}} and not p_by_hand))
     into v_lanes, v_quarantined
     from (
-      select l.lane, l.kind, l.priority, m.place, min(f.id) over (partition by l.queue, l.priority)
-        as first_id
+      select l.lane, l.kind, l.priority, m.place, first_value(f.id) over (
+        partition by l.queue, l.priority order by f.deadline, f.id) as first_id
       from queue.lane l
       cross join lateral (
         select case when p_options ->> 'order' = 'listed' then min(q.n) else min(0) end as place
         from unnest(coalesce(p_queues, '{*}')) with ordinality q (pattern, n)
         where queue._matches(l.queue, q.pattern)) m
       left join lateral (
-        select aj.id from queue.active_job aj
+        select aj.deadline, aj.id from queue.active_job aj
         where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
         order by aj.deadline, aj.id limit 1) f on true
       where m.place is not null and (l.paused_until is null or l.paused_until <= v_now)

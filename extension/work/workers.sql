@@ -26,7 +26,7 @@ returns table (id bigint, claim bigint, reason text)
 language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
-  v_last record;
+  v_told tid[];
   -- maintenance might keep others waiting for locks that another part of the transaction holds
   v_may_maintain boolean := current_setting('transaction_isolation') = 'read committed'
     and pg_current_xact_id_if_assigned() is null;
@@ -43,14 +43,14 @@ begin
   if not found then
     perform queue._worker_gone(heartbeat.worker);
   end if;
-  return query select a.id, a.claim, a.reason from queue.abort a where a.worker_id = heartbeat.worker
-    order by a.id, a.claim limit 1000;
-  select a.id, a.claim into v_last from queue.abort a where a.worker_id = heartbeat.worker
-  order by a.id, a.claim offset 999 limit 1;
+  -- of more than a thousand others each time
+  v_told := array(
+    select a.ctid from queue.abort a where a.worker_id = heartbeat.worker order by random() limit 1000);
+  return query
+    select a.id, a.claim, a.reason from queue.abort a where a.ctid = any (v_told) order by a.id, a.claim;
   -- a claim that was taken away is reported once
   delete from queue.abort a
-  where a.worker_id = heartbeat.worker and ((a.id, a.claim) > (v_last.id, v_last.claim)) is not true
-    and not exists (select from queue.active_job aj
+  where a.ctid = any (v_told) and not exists (select from queue.active_job aj
     where aj.id = a.id and aj.claim = a.claim);
   if v_may_maintain then
     perform queue._maintain(interval '200 ms');

@@ -320,15 +320,15 @@ class Executor:
             self._give_back_unstarted([claim])
 
     def _start_beside(self, job: int) -> None:
-        """Start the claim that has waited for the end of a run of its job, the last one first."""
-        for claim in sorted(self._beside, key=lambda claim: claim.job.claim):
-            if claim.job.id != job:
-                continue
+        """Start the last claim that has waited for the end of a run of its job; others are lost."""
+        waiting = [claim for claim in self._beside if claim.job.id == job]
+        for claim in waiting:
             self._beside.discard(claim)
-            if claim.batch is None:
+            is_last = claim.job.claim == max(other.job.claim for other in waiting)
+            if is_last and claim.batch is None:
                 self.claimed.appendleft(claim)
             else:
-                self._give_back_unstarted([claim])  # the others of its batch run already
+                self._give_back_unstarted([claim])  # of a batch: the others run already
         if self.claimed and not self._is_starting:
             self._is_starting = True
             self._start_soon()

@@ -42,7 +42,7 @@ class WorkerOptions(TypedDict, total=False):
 
     `order`: with `listed`, queues go in the order of the list, before priority: no job of a later
     queue starts while an earlier queue has one that may start. It needs a list of queues. `tasks`:
-    run only jobs of these tasks of the app. `max_running={"reports": 2, "tenant*": 1}`: of each
+    run only jobs of these tasks. `max_running={"reports": 2, "tenant*": 1}`: of each
     such queue this worker runs at most so many jobs at once; the longest pattern applies.
 
     `prefetch`: how many jobs the worker may claim ahead of need (500; of each of many databases

@@ -165,17 +165,16 @@ class Worker:
         run_until_signal(self.run_async, self.executor.note_unresponsive)
 
     async def run_async(self, *, handle_signals: bool = False) -> None:
-        """Run until `stop`. Cancelled, stop: at once, unless there is a `shutdown_timeout`.
-
-        Raises UnknownTask for one of `tasks` that the app does not have.
-        """
+        """Run until `stop`. Cancelled, stop: at once, unless there is a `shutdown_timeout`."""
         check_may_run(has_run=self._loop is not None)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self.app.import_tasks()
-        if self.only_runner is None:
-            for task in self.tasks or ():
-                self.app.get(task)
+        for task in self.tasks or ():
+            if task not in self.app.tasks and self.only_runner is None:
+                log.warning(
+                    "the task %r isn't known here: only a function of the database can run it", task
+                )
         self._make_parts()
         self.executor.attach(
             self.heartbeat,

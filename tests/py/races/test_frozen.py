@@ -124,63 +124,75 @@ def test_who_idles_with_the_admission_lock_is_ended(connect: Callable[..., Conne
         idle.execute("select 1")
 
 
+def look_often(conn: Connection, every: str = "100ms") -> None:
+    """Have those that wait for the admission lock look at its holder so often."""
+    conn.execute(f"select test.change('queue._lock_admission', '(''2s'')', '(''{every}'')')")
+
+
+def send(connection: Connection, query: str) -> None:
+    """Send a query in a pipeline that stays open, and read nothing."""
+    if connection.pgconn.pipeline_status == psycopg.pq.PipelineStatus.OFF:
+        connection.pgconn.enter_pipeline_mode()
+    connection.pgconn.send_query_params(query.encode(), None)
+    connection.pgconn.send_flush_request()
+    connection.pgconn.flush()
+
+
+def waits_in(conn: Connection, connection: Connection, *events: str) -> None:
+    pid = [connection.info.backend_pid]
+    until(lambda: (row := conn.execute(BLOCKED, pid).fetchone()) and row[0] in events)
+
+
+@pytest.mark.parametrize("has_waited", [False, True])
 @pytest.mark.parametrize(
-    ("answer", "waits_in"),
+    ("answer", "event"),
     [("from", "ClientRead"), ("repeat('x', 10000) from generate_series(1, 20000),", "ClientWrite")],
 )
 def test_who_stops_in_a_pipeline_with_the_admission_lock_is_ended(
-    connect: Callable[..., Connection], answer: str, waits_in: str
+    connect: Callable[..., Connection], answer: str, event: str, has_waited: bool
 ) -> None:
     """The server does not count such a session as idle, so the next that waits ends it."""
     conn, other, frozen = connect(), connect(), connect()
-    worker = register(conn)
+    before = connect(autocommit=False)
+    freezes = register(conn)
     conn.execute("select queue.defer('t') from generate_series(1, 2)")
-    conn.execute("select test.change('queue._lock_admission', '(''2s'')', '(''100ms'')')")
-    conn.execute("select test.change('queue._count_stalls', '1 s', '10 ms')")
-    frozen.pgconn.enter_pipeline_mode()
-    query = f"select {answer} queue.fetch({register(conn)}, max_jobs => 1)"
-    frozen.pgconn.send_query_params(query.encode(), None)
-    frozen.pgconn.send_flush_request()
-    frozen.pgconn.flush()
-    pid = [frozen.info.backend_pid]
-    until(lambda: conn.execute(BLOCKED, pid).fetchone() == (waits_in,))
+    look_often(conn)
+    if has_waited:
+        before.execute("select * from queue.pause('other')")
+    send(frozen, f"select {answer} queue.fetch({freezes}, max_jobs => 1)")
+    if has_waited:
+        waits_in(conn, frozen, "transactionid", "tuple")
+        before.commit()
+    waits_in(conn, frozen, event)
     other.execute("set statement_timeout = '60 s'")
-    assert fetch(other, worker)
+    other.execute("select queue.resume('other')")
     left = "select count(*) from pg_stat_activity where pid = %s"
-    until(lambda: conn.execute(left, pid).fetchone() == (0,))
+    until(lambda: conn.execute(left, [frozen.info.backend_pid]).fetchone() == (0,))
     frozen.close()
 
 
 def test_who_works_with_the_admission_lock_is_not_ended(
     connect: Callable[..., Connection],
 ) -> None:
-    """It has waited for its client at the first look, and works since."""
+    """Its client sends one statement after the other, so it waits for that again and again."""
     conn, other, holder = connect(), connect(), connect()
-    worker = register(conn)
-    conn.execute("select queue.defer('t') from generate_series(1, 2)")
-    conn.execute("select test.change('queue._lock_admission', '(''2s'')', '(''500ms'')')")
-    conn.execute("select test.change('queue._count_stalls', '1 s', '10 ms')")
-    holder.pgconn.enter_pipeline_mode()
-    query = f"select from queue.fetch({register(conn)}, max_jobs => 1)"
-    holder.pgconn.send_query_params(query.encode(), None)
-    holder.pgconn.send_flush_request()
-    holder.pgconn.flush()
-    pid = [holder.info.backend_pid]
-    until(lambda: conn.execute(BLOCKED, pid).fetchone() == ("ClientRead",))
-    other.pgconn.send_query(f"select count(*) from queue.fetch({worker})".encode())
-    looked = """
-        select a.wait_event from pg_stat_activity a
-        where a.pid = %s and clock_timestamp() > a.query_start + interval '700 ms'
-    """
-    until(lambda: conn.execute(looked, [other.info.backend_pid]).fetchone())
-    # for longer than five looks take
-    holder.pgconn.send_query_params(b"select pg_sleep(4)", None)
+    look_often(conn, "500ms")
+    send(holder, "select queue.pause('other')")
+    waits_in(conn, holder, "ClientRead")
+    other.pgconn.send_query(b"select queue.resume('other')")
+    waits_in(conn, other, "transactionid", "tuple")
+    # longer than five looks take, which may last twice as long
+    for _ in range(100):
+        send(holder, "select 1")
+        conn.execute("select pg_sleep(0.05)")
     holder.pgconn.pipeline_sync()
     holder.pgconn.flush()
     results = []
-    while len(results) < 5:  # two answers, each with its end, and that of the pipeline
-        results.append(holder.pgconn.get_result())
-    assert not [r for r in results if r is not None and r.error_message]
+    while not results or results[-1].status != psycopg.pq.ExecStatus.PIPELINE_SYNC:
+        if (result := holder.pgconn.get_result()) is not None:
+            results.append(result)
+    assert [bytes(r.error_message) for r in results if r.error_message] == []
+    assert len(results) == 102
     holder.close()
 
 

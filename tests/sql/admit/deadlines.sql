@@ -1,6 +1,6 @@
 -- Deadlines: from dependents to their needs, from parents to children.
 
-select plan(21);
+select plan(23);
 
 \ir needs.helpers.psql
 
@@ -44,6 +44,11 @@ select queue.set_deadline(array[pg_temp.id('c')], '2099-01-01 00:00Z') \g /dev/n
 select is((select count(*) from queue.jobs j where j.deadline is not null), 1::bigint, 'a finished need gets no deadline');
 select queue.retry(array[pg_temp.id('b')]) \g /dev/null
 select is((select count(*) from queue.jobs j where j.deadline = '2099-01-01 00:00Z'), 3::bigint, 'but with its retry, as do its own needs');
+select queue.done(array[pg_temp.id('a')]), queue.done(array[pg_temp.id('b')]), queue.done(array[pg_temp.id('c')]) \g /dev/null
+select queue.set_deadline(array[pg_temp.id('c')], '2098-01-01 00:00Z'), queue.retry(array[pg_temp.id('b')]) \g /dev/null
+select is((select count(*) from queue.jobs j where j.deadline = '2098-01-01 00:00Z'), 1::bigint, 'not that of a job that has ended');
+select queue.retry(array[pg_temp.id('c')]) \g /dev/null
+select is((select string_agg(j.task, ' ' order by j.id) from queue.jobs j where j.deadline = '2098-01-01 00:00Z'), 'b c', 'until that is retried as well');
 call pg_temp.clear();
 
 -- How often a tick looks for the needs of a job.

@@ -1,6 +1,6 @@
 -- Fetching: order, patterns, options, refusals, and plans on a large, skewed table.
 
-select plan(99);
+select plan(100);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -114,6 +114,8 @@ select is(pg_temp.run(options => '{"order": "mixed"}'), '1 2 3 4', 'and with opt
 select queue.defer('y2', queue => 'y'), queue.defer('z1', queue => 'z'), queue.defer('y1', queue => 'y', deadline => '2030-01-01Z', lock => 'm', options => '{"lock_mode": "mutex"}') \g /dev/null
 select is((select string_agg(p.task, ' ') from queue.peek() p), 'z1 y1 y2', 'the first job of a queue may have the greatest id');
 select is(concat_ws(' ', pg_temp.run(1), pg_temp.run(1), pg_temp.run(1)), 'z1 y1 y2', 'in all its lanes');
+select queue.defer('y2', queue => 'y'), queue.defer('z1', queue => 'z'), queue.defer('y1', queue => 'y', deadline => '2030-01-01Z', lock => 'm', options => '{"lock_mode": "mutex"}') \g /dev/null
+select is(concat_ws(' ', pg_temp.run(1, null, '{"order": "mixed"}'), pg_temp.run(1, null, '{"order": "mixed"}'), pg_temp.run(1)), 'z1 y1 y2', 'with options too');
 select queue.defer('z1', queue => 'z'), queue.defer('a1', queue => 'a'), queue.defer('z2', queue => 'z'), queue.defer('a2', queue => 'a'), queue.defer('m1', queue => 'm', priority => 1) \g /dev/null
 select is(pg_temp.run(), 'm1 z1 z2 a1 a2', 'between queues: priority, then whose first job is oldest');
 select queue.defer('z1', queue => 'z'), queue.defer('a1', queue => 'a'), queue.defer('z2', queue => 'z'), queue.defer('a2', queue => 'a') \g /dev/null
