@@ -68,9 +68,9 @@ begin
   end if;
 end $$;
 
--- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs
--- to all their needs at once, so that a job passes on only the earliest of many deadlines, and again only an
--- earlier one. late: those that it has come to after 20 rounds and 50 ms.
+-- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline by that. It goes from
+-- all jobs to all their needs at once, so that a job passes on only the earliest of many deadlines, and again
+-- only an earlier one. late: those that it has come to after 20 rounds and 50 ms.
 create or replace function queue._earlier_deadlines(p_ids bigint[], out ids bigint[],
   out deadlines timestamptz[], out late bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$

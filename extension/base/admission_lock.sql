@@ -109,9 +109,9 @@ end $$;
 
 -- Ends the session that holds the admission lock if five looks in a row have found the same: it is not idle,
 -- waits for its client, and has got no message since. p_seen, p_times: what the last look has found, and how
--- often. A holder counts only if it is certain: one that has waited for the lock has it by a savepoint that it
--- has released, so it holds holder_lock too. Nothing is found if the owner may not see that session, and health
--- names one that the owner may not end.
+-- often. A holder counts only if it is certain: one that has waited for the lock has it by a savepoint that
+-- it has released, so it holds holder_lock too. Nothing is found if the owner may not see that session, and
+-- health names one that the owner may not end.
 create or replace function queue._end_stalled(p_seen text, p_times integer, out seen text, out times integer)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare

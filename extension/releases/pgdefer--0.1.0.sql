@@ -3069,9 +3069,9 @@ end $$;
 
 -- Ends the session that holds the admission lock if five looks in a row have found the same: it is not idle,
 -- waits for its client, and has got no message since. p_seen, p_times: what the last look has found, and how
--- often. A holder counts only if it is certain: one that has waited for the lock has it by a savepoint that it
--- has released, so it holds holder_lock too. Nothing is found if the owner may not see that session, and health
--- names one that the owner may not end.
+-- often. A holder counts only if it is certain: one that has waited for the lock has it by a savepoint that
+-- it has released, so it holds holder_lock too. Nothing is found if the owner may not see that session, and
+-- health names one that the owner may not end.
 create or replace function queue._end_stalled(p_seen text, p_times integer, out seen text, out times integer)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -8805,9 +8805,9 @@ begin
   end if;
 end $$;
 
--- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline by that. It goes from all jobs
--- to all their needs at once, so that a job passes on only the earliest of many deadlines, and again only an
--- earlier one. late: those that it has come to after 20 rounds and 50 ms.
+-- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline by that. It goes from
+-- all jobs to all their needs at once, so that a job passes on only the earliest of many deadlines, and again
+-- only an earlier one. late: those that it has come to after 20 rounds and 50 ms.
 create or replace function queue._earlier_deadlines(p_ids bigint[], out ids bigint[],
   out deadlines timestamptz[], out late bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$

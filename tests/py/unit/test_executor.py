@@ -327,6 +327,21 @@ async def test_a_job_does_not_start_beside_an_earlier_run(monkeypatch: pytest.Mo
     assert (bench.runner.told, bench.slots.used) == (told, 2)
 
 
+async def test_the_last_claim_starts_when_an_earlier_run_has_ended() -> None:
+    bench = Bench()
+    first, lost, last = (bench.claim(1) for _ in range(3))
+    lost.job.claim, last.job.claim = 102, 103
+    bench.executor.take([first, lost, last])
+    assert bench.runner.told == [("start", 1)]
+    bench.executor.ended(first, Settled("yielded", "ready"))
+    await until(lambda: len(bench.runner.told) == 2)
+    assert list(bench.executor.running) == [last]
+    assert [json.loads(text)["claim"] for _, text in bench.completer.unsent] == [102]
+    bench.executor.ended(last, Settled("succeeded", "succeeded"))
+    assert bench.executor.is_idle
+    assert bench.slots.free == 10
+
+
 async def test_a_batch_starts_without_a_job_that_still_runs() -> None:
     bench = Bench()
     bench.app.task(name="t", batch=4)(lambda jobs: None)
