@@ -7,7 +7,14 @@ import logging
 import time
 from typing import Any
 
-__all__ = ["JsonFormatter"]
+__all__ = ["JsonFormatter", "own_loggers"]
+
+
+def own_loggers() -> list[logging.Logger]:
+    """Return the loggers of this package that exist."""
+    names = [name for name in logging.root.manager.loggerDict if f"{name}.".startswith("pgdefer.")]
+    return [logging.getLogger(name) for name in names]
+
 
 # The attributes of every record; all others are its fields.
 _COMMON = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}

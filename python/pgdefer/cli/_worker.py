@@ -28,7 +28,7 @@ from pgdefer.worker.supervisor import Supervisor, SupervisorChannel
 
 from . import _show
 from ._base import DSN, AsJson, Exit, fail, reported, session
-from ._log import Format, Level, Log
+from ._log import Format, Level, set_up_log
 from ._reload import run_and_reload
 
 if TYPE_CHECKING:
@@ -267,7 +267,6 @@ def worker(
     if reload:
         is_plain = processes is None and max_jobs is None and not drain
         raise typer.Exit(run_and_reload(shutdown_timeout, is_plain=is_plain))
-    log = Log(log_level, log_format, verbose=verbose)
     channel = _channel(supervisor_fd, replaces)
     options: WorkerOptions = {
         "name": name,
@@ -288,9 +287,10 @@ def worker(
     wanted = _names(queues or []) or None
     databases = _databases(dsn, dsns, per_database)
     if processes is not None and channel is None and databases is None:
+        set_up_log(log_level, log_format, verbose=verbose)
         _supervise(processes, options)
     loaded = _load(app)
-    log.set_up()
+    set_up_log(log_level, log_format, verbose=verbose)
     if databases is not None:
         is_single = processes is not None or pgbouncer or _is_given(context, "listen_dsn")
         _run_many(loaded, databases, wanted, per_database, options, is_single=is_single)

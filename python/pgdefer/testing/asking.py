@@ -45,7 +45,8 @@ class AskingQueue(Assertions[DeferredJob]):
         after = self._after
         while True:
             rows = await self._call(sql.DEFERRED, {"after": after, "max_jobs": _PAGE})
-            found += await self._threads.decode(self._deferred, rows)
+            texts = [text for row in rows for text in (row[2], row[-2])]  # args and headers
+            found += await self._threads.decode(self.app.codec, texts, self._deferred, rows)
             if len(rows) < _PAGE:
                 return found
             after = found[-1].id

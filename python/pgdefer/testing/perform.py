@@ -35,7 +35,7 @@ from pgdefer.testing.connections import (
     is_asynchronous,
     savepoint,
 )
-from pgdefer.testing.threads import DjangoThreads, Threads
+from pgdefer.testing.threads import DjangoThreads, Misuse, Threads
 from pgdefer.worker.ending import outcome_of, success
 from pgdefer.worker.handler import decode_args_async, middleware, middleware_async
 from pgdefer.worker.invoke import call_handler
@@ -92,6 +92,8 @@ async def perform(
             if task.is_async and not waits:
                 return threads.run(_perform(job, task, connection, threads))
             return await _perform(job, task, connection, threads)
+    except Misuse:
+        raise
     except BaseException as error:
         if suspension(error) is not None:
             return Ended(None)
@@ -144,7 +146,7 @@ def _decoded(job: JobContext) -> dict[str, Any]:
 async def _decoded_async(threads: Threads, job: JobContext) -> dict[str, Any]:
     """Return a coroutine's arguments; rows of Django come from the test's connection."""
     if isinstance(threads, DjangoThreads) and job.client.codec.how(job._stored) == "thread":
-        return await threads.decode(_decoded, job)
+        return await threads.call(_decoded, job)
     return await decode_args_async(job)
 
 

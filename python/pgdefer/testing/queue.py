@@ -210,7 +210,8 @@ class TestQueue(StandingIn, AskingQueue):
             case "succeeded":
                 if result is None:
                     return None
-                return await self._threads.decode(self.app.codec.loads, result)
+                codec = self.app.codec
+                return await self._threads.decode(codec, [result], codec.loads, result)
             case "failed":
                 raise JobFailed(id, error)
             case "cancelled":

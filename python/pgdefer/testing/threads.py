@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
+from pgdefer.codec import Codec
 from pgdefer.database.callers import CallersConnection, is_django
 from pgdefer.database.own_threads import has_running_loop
 
-__all__ = ["DjangoThreads", "Threads", "run_apart", "threads_for"]
+__all__ = ["DjangoThreads", "Misuse", "Threads", "run_apart", "threads_for"]
 
 T = TypeVar("T")
+
+
+class Misuse(RuntimeError):  # noqa: N818
+    """The queue can't run a task in this way: an error of the test, not of the task."""
 
 
 def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
@@ -37,14 +42,17 @@ def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class Threads:
-    """Functions of asynchronous tests run in any thread, coroutines of others in any event loop."""
+    """Asynchronous tests run functions in any thread; others run coroutines in any event loop."""
 
     async def call(self, function: Callable[..., T], *args: Any) -> T:
         """Call a function that may block, outside of the running event loop."""
         return await asyncio.to_thread(function, *args)
 
-    async def decode(self, function: Callable[..., T], *args: Any) -> T:
-        """Decode values of a row."""
+    async def decode(
+        self, codec: Codec, texts: Iterable[str | None], function: Callable[..., T], *args: Any
+    ) -> T:
+        """Call a function that decodes these texts."""
+        del codec, texts
         return function(*args)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -69,7 +77,13 @@ class DjangoThreads(Threads):
 
         return await sync_to_async(self._call, thread_sensitive=True)(function, *args)
 
-    decode = call
+    async def decode(
+        self, codec: Codec, texts: Iterable[str | None], function: Callable[..., T], *args: Any
+    ) -> T:
+        """Call a function that decodes these texts; it may load rows of models."""
+        if any(text is not None and codec.how(text) == "thread" for text in texts):
+            return await self.call(function, *args)
+        return function(*args)
 
     def _call(self, function: Callable[..., T], *args: Any) -> T:
         self._check()
@@ -79,7 +93,7 @@ class DjangoThreads(Threads):
         """Run a coroutine whose calls of Django return to this thread."""
         if has_running_loop():
             coroutine.close()
-            raise RuntimeError(
+            raise Misuse(
                 "this test is a coroutine, and its tasks use Django's connection: "
                 "await run_async() instead of calling run()"
             )
@@ -95,7 +109,7 @@ class DjangoThreads(Threads):
         from django.db import connections  # noqa: PLC0415
 
         if connections[self._alias] is not self._connection:
-            raise RuntimeError(
+            raise Misuse(
                 "this task would use another connection than the test: Django has one for each "
                 "thread. Let the test be a method of Django's TestCase"
             )

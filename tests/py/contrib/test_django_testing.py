@@ -13,6 +13,7 @@ from django.test import TestCase
 from shop.models import Letter, Order
 from shop.tasks import charge
 
+from pgdefer import Retry
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.testing import QueueTestCase, TestQueue
@@ -100,9 +101,10 @@ class InTestCase(QueueTestCase, TestCase):
         assert [await job.result_async(0) for job in jobs] == [1] * 4
 
     async def test_run_in_an_async_test(self) -> None:
-        await self.app.defer_async("pay_async", {"row": 1})
+        await self.app.defer_async("pay_async", {"row": 1}, retry=Retry(5))
         with pytest.raises(RuntimeError, match="await run_async"):
             self.queue.run()
+        self.queue.assert_deferred("pay_async", row=1)
 
 
 def test_both_kinds(app: DjangoApp, shop: str) -> None:
@@ -130,5 +132,7 @@ async def test_another_thread_has_another_connection(app: DjangoApp, shop: str) 
     with psycopg.connect(shop) as other:
         here.connection = other
         with TestQueue(app, here) as queue, pytest.raises(RuntimeError, match="another connection"):
-            await queue.deferred_async()
+            await app.defer_async("pay", {"row": 1})
+            await queue.run_async()
+        other.rollback()
         here.connection = None

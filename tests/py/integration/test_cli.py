@@ -165,6 +165,16 @@ def test_a_worker(run: Run, dsn: str, jobs: Jobs, app: App, tmp_path: Path) -> N
     assert "secret" not in done.stderr
 
 
+def test_the_applications_own_log(run: Run, dsn: str, jobs: Jobs, app: App, tmp_path: Path) -> None:
+    log = "import logging\nlogging.basicConfig(level=logging.INFO, format='own %(message)s')\n"
+    (tmp_path / "mod.py").write_text(log + MODULE.format(dsn=dsn))
+    for options in [], ["--log-format", "json"]:
+        app.defer("add", {"a": 1, "b": 2})
+        done = run("worker", "-A", "mod:app", "--drain", *options)
+        (line,) = [line for line in done.stderr.splitlines() if "succeeded" in line]
+        assert line.startswith("{" if options else "own "), line
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

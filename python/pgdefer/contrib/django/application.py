@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Coroutine, Iterator
 from importlib import import_module
 from typing import Any, Literal, NoReturn, ParamSpec, TypeVar, Unpack, overload
@@ -21,6 +20,7 @@ from pgdefer.contrib.django.connections import DjangoSource
 from pgdefer.contrib.django.handlers import around_job, atomic_handler, without_connection
 from pgdefer.contrib.django.values import register_types
 from pgdefer.errors import InvalidParameter, UnknownTask
+from pgdefer.logs import own_loggers
 from pgdefer.tasks.decorators import TaskDecorator
 from pgdefer.tasks.registry import Registry
 from pgdefer.tasks.task import AllTaskOptions, AsyncTask, SyncTask, Task
@@ -123,8 +123,7 @@ class DjangoApp(App):
 @contextlib.contextmanager
 def _logging() -> Iterator[None]:
     """Let the queue's loggers log: LOGGING disables those that exist before the project."""
-    loggers = [logging.getLogger(name) for name in ("pgdefer", "pgdefer.job", "pgdefer.worker")]
-    loggers = [logger for logger in loggers if not logger.disabled]
+    loggers = [logger for logger in own_loggers() if not logger.disabled]
     yield
     for logger in loggers:
         logger.disabled = False
