@@ -85,13 +85,14 @@ async def perform(
     called.
     """
     token = enter_job(job)
+    run = _perform(job, task, connection, threads)
     try:
         async with savepoint(connection, keep=True):
             if waits and not task.is_async:
-                return await threads.call(at_once, _perform(job, task, connection, threads))
+                return await threads.call(at_once, run)
             if task.is_async and not waits:
-                return threads.run(_perform(job, task, connection, threads))
-            return await _perform(job, task, connection, threads)
+                return threads.run(run)
+            return await run
     except Misuse:
         raise
     except BaseException as error:
@@ -102,6 +103,7 @@ async def perform(
             raise
         return Ended(outcome_of(job, task.failure_policy, error), error=error)
     finally:
+        run.close()
         leave_job(token)
 
 
