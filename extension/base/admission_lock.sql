@@ -56,7 +56,7 @@ end $$;
 -- deadlock is over with this part, so only a second one is raised. 2 s is longer than deadlock_timeout's
 -- default; with a longer one only the holder finds a deadlock.
 -- The server counts a session as idle only once its client has closed the pipeline, and never while it sends.
--- So a waiter looks after each part, and ends a holder that has waited for its client for five of them.
+-- So a waiter looks after each part, and ends a holder that it has found waiting for its client five times.
 -- Raises: 55P03 at the end of the part in which lock_timeout passes; 40P01.
 -- Two sessions: operate/change.savepoint.spec, tests/py/races/test_lock_jobs.py and test_frozen.py.
 create or replace function queue._lock_admission(p_wait boolean)
@@ -81,8 +81,10 @@ begin
       perform set_config('lock_timeout', v_timeout, true);
       exit;
     exception when lock_not_available then
-      select e.seen, e.times into v_seen, v_times from queue._end_stalled(v_seen, v_times) e;
       v_timeout := current_setting('lock_timeout');
+      if v_timeout = '0' or v_timeout::interval >= interval '10 s' then
+        select e.seen, e.times into v_seen, v_times from queue._end_stalled(v_seen, v_times) e;
+      end if;
       if v_timeout <> '0' and v_timeout::interval <= clock_timestamp() - v_since then
         raise;
       end if;
@@ -108,10 +110,11 @@ begin
 end $$;
 
 -- Ends the session that holds the admission lock if five looks in a row have found the same: it is not idle,
--- waits for its client, and has got no message since. p_seen, p_times: what the last look has found, and how
--- often. A holder counts only if it is certain: one that has waited for the lock has it by a savepoint that
--- it has released, so it holds holder_lock too. Nothing is found if the owner may not see that session, and
--- health names one that the owner may not end.
+-- waits for its client, and has got no message since. (A client that reads a long answer slowly looks the
+-- same; one that copies does not.) p_seen, p_times: what the last look has found, and how often.
+-- It ends only a session that certainly holds the lock. The row does not name one that has waited for it,
+-- because its savepoint is released; holder_lock names that one. Nothing is found if the owner may not see
+-- that session, and health names one that the owner may not end.
 create or replace function queue._end_stalled(p_seen text, p_times integer, out seen text, out times integer)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare

@@ -3016,7 +3016,7 @@ end $$;
 -- deadlock is over with this part, so only a second one is raised. 2 s is longer than deadlock_timeout's
 -- default; with a longer one only the holder finds a deadlock.
 -- The server counts a session as idle only once its client has closed the pipeline, and never while it sends.
--- So a waiter looks after each part, and ends a holder that has waited for its client for five of them.
+-- So a waiter looks after each part, and ends a holder that it has found waiting for its client five times.
 -- Raises: 55P03 at the end of the part in which lock_timeout passes; 40P01.
 -- Two sessions: operate/change.savepoint.spec, tests/py/races/test_lock_jobs.py and test_frozen.py.
 create or replace function queue._lock_admission(p_wait boolean)
@@ -3041,8 +3041,10 @@ begin
       perform set_config('lock_timeout', v_timeout, true);
       exit;
     exception when lock_not_available then
-      select e.seen, e.times into v_seen, v_times from queue._end_stalled(v_seen, v_times) e;
       v_timeout := current_setting('lock_timeout');
+      if v_timeout = '0' or v_timeout::interval >= interval '10 s' then
+        select e.seen, e.times into v_seen, v_times from queue._end_stalled(v_seen, v_times) e;
+      end if;
       if v_timeout <> '0' and v_timeout::interval <= clock_timestamp() - v_since then
         raise;
       end if;
@@ -3068,10 +3070,11 @@ begin
 end $$;
 
 -- Ends the session that holds the admission lock if five looks in a row have found the same: it is not idle,
--- waits for its client, and has got no message since. p_seen, p_times: what the last look has found, and how
--- often. A holder counts only if it is certain: one that has waited for the lock has it by a savepoint that
--- it has released, so it holds holder_lock too. Nothing is found if the owner may not see that session, and
--- health names one that the owner may not end.
+-- waits for its client, and has got no message since. (A client that reads a long answer slowly looks the
+-- same; one that copies does not.) p_seen, p_times: what the last look has found, and how often.
+-- It ends only a session that certainly holds the lock. The row does not name one that has waited for it,
+-- because its savepoint is released; holder_lock names that one. Nothing is found if the owner may not see
+-- that session, and health names one that the owner may not end.
 create or replace function queue._end_stalled(p_seen text, p_times integer, out seen text, out times integer)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -13771,9 +13774,9 @@ begin
 end $$;
 comment on function queue.emit(bigint, bigint, text, jsonb) is
   'Appends a value to a stream of a running job, and returns its number there: 1, 2, 3. In a transaction that'
-    ' finishes a step, the value is emitted exactly once. Until that ends, other calls for the stream wait,'
-    ' those of the same handler on another connection too. Needs READ COMMITTED. Readers are notified on the'
-    ' channel of queue.await_result.';
+    ' finishes a step, the value is emitted exactly once. Until the transaction ends, other calls for the'
+    ' stream wait, also those that the same handler makes on another connection. Needs READ COMMITTED.'
+    ' Readers are notified on the channel of queue.await_result.';
 
 -- Locks: none. Raises: 22023, QJ001.
 create or replace function queue.read_stream(id bigint, stream text, after bigint default 0)
@@ -15019,7 +15022,7 @@ begin
   if not found then
     perform queue._worker_gone(heartbeat.worker);
   end if;
-  -- of more than a thousand others each time
+  -- a random thousand, so that repeated calls name all of them
   v_told := array(
     select a.ctid from queue.abort a where a.worker_id = heartbeat.worker order by random() limit 1000);
   return query

@@ -32,9 +32,9 @@ begin
 end $$;
 comment on function queue.emit(bigint, bigint, text, jsonb) is
   'Appends a value to a stream of a running job, and returns its number there: 1, 2, 3. In a transaction that'
-    ' finishes a step, the value is emitted exactly once. Until that ends, other calls for the stream wait,'
-    ' those of the same handler on another connection too. Needs READ COMMITTED. Readers are notified on the'
-    ' channel of queue.await_result.';
+    ' finishes a step, the value is emitted exactly once. Until the transaction ends, other calls for the'
+    ' stream wait, also those that the same handler makes on another connection. Needs READ COMMITTED.'
+    ' Readers are notified on the channel of queue.await_result.';
 
 -- Locks: none. Raises: 22023, QJ001.
 create or replace function queue.read_stream(id bigint, stream text, after bigint default 0)

@@ -43,7 +43,7 @@ begin
   if not found then
     perform queue._worker_gone(heartbeat.worker);
   end if;
-  -- of more than a thousand others each time
+  -- a random thousand, so that repeated calls name all of them
   v_told := array(
     select a.ctid from queue.abort a where a.worker_id = heartbeat.worker order by random() limit 1000);
   return query

@@ -6,6 +6,7 @@ Call `instrument(app)` after `App(...)` and `sentry_sdk.init(...)`; the extra is
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import time
 import uuid
@@ -63,21 +64,25 @@ def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
         if event.job.scheduled_for is not None:
             _check_in(event.job, "error")
 
-    def report(event: JobEvent) -> None:
-        with sentry_sdk.new_scope() as scope:
-            _describe(app, scope, event.job)
-            scope.set_tag("pgdefer.state", event.state)
-            if event.exception is not None:
-                scope.capture_exception(event.exception)
-            else:
-                scope.capture_message(f"{event.job.task}: {event.error}", "error")
-
+    report = functools.partial(_report, app)
     attach(app, middleware=scoped, headers=_headers)
     app.on("exhausted")(report)
     if retries:
         app.on("retry")(report)
     if crons:
         app.on("exhausted")(check_in_failed)
+
+
+def _report(app: App, event: JobEvent) -> None:
+    with sentry_sdk.isolation_scope() as scope:
+        if _is_tracing():
+            sentry_sdk.continue_trace(_links(_headers_of(event.job)))
+        _describe(app, scope, event.job)
+        scope.set_tag("pgdefer.state", event.state)
+        if event.exception is not None:
+            scope.capture_exception(event.exception)
+        else:
+            scope.capture_message(f"{event.job.task}: {event.error}", "error")
 
 
 def _is_tracing() -> bool:
@@ -100,9 +105,12 @@ def _headers(_task: str) -> Mapping[str, Any]:
 def _transaction(job: JobContext) -> Iterator[None]:
     """Surround a run with a transaction, in the trace of the job."""
     headers = _headers_of(job)
-    links = {key: value for key, value in headers.items() if isinstance(value, str)}
     transaction = sentry_sdk.continue_trace(
-        links, op="queue.process", name=job.task, source="task", origin="auto.queue.pgdefer"
+        _links(headers),
+        op="queue.process",
+        name=job.task,
+        source="task",
+        origin="auto.queue.pgdefer",
     )
     about = {"id": job.id, "task": job.task, "queue": job.queue, "attempt": job.attempt}
     span = sentry_sdk.start_transaction(transaction, custom_sampling_context={"pgdefer": about})
@@ -135,6 +143,11 @@ def _headers_of(job: JobContext) -> Mapping[str, Any]:
         return {}
 
 
+def _links(headers: Mapping[str, Any]) -> dict[str, str]:
+    """Return the headers that may link to a trace."""
+    return {key: value for key, value in headers.items() if isinstance(value, str)}
+
+
 def _messaging(job: JobContext, headers: Mapping[str, Any]) -> dict[str, Any]:
     """Return what Sentry knows of a message by its conventions."""
     found: dict[str, Any] = {
@@ -144,7 +157,7 @@ def _messaging(job: JobContext, headers: Mapping[str, Any]) -> dict[str, Any]:
         "messaging.message.retry.count": job.attempt - 1,
     }
     deferred_at = headers.get(DEFERRED_AT)
-    if isinstance(deferred_at, int | float):
+    if isinstance(deferred_at, int | float) and job.attempt == 1:
         if job.scheduled_at is not None:
             deferred_at = max(deferred_at, job.scheduled_at.timestamp())
         latency = max(time.time() - deferred_at, 0) * 1000

@@ -320,7 +320,10 @@ class Executor:
             self._give_back_unstarted([claim])
 
     def _start_beside(self, job: int) -> None:
-        """Start the last claim that has waited for the end of a run of its job; others are lost."""
+        """Start the last claim that has waited for the end of a run of its job.
+
+        The others are given back: their claims are lost, or belong to a batch that has started.
+        """
         waiting = [claim for claim in self._beside if claim.job.id == job]
         for claim in waiting:
             self._beside.discard(claim)

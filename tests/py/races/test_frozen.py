@@ -171,18 +171,19 @@ def test_who_stops_in_a_pipeline_with_the_admission_lock_is_ended(
     frozen.close()
 
 
+@pytest.mark.long
 def test_who_works_with_the_admission_lock_is_not_ended(
     connect: Callable[..., Connection],
 ) -> None:
     """Its client sends one statement after the other, so it waits for that again and again."""
     conn, other, holder = connect(), connect(), connect()
-    look_often(conn, "500ms")
+    look_often(conn, "1s")
     send(holder, "select queue.pause('other')")
     waits_in(conn, holder, "ClientRead")
     other.pgconn.send_query(b"select queue.resume('other')")
     waits_in(conn, other, "transactionid", "tuple")
     # longer than five looks take, which may last twice as long
-    for _ in range(100):
+    for _ in range(200):
         send(holder, "select 1")
         conn.execute("select pg_sleep(0.05)")
     holder.pgconn.pipeline_sync()
@@ -192,7 +193,7 @@ def test_who_works_with_the_admission_lock_is_not_ended(
         if (result := holder.pgconn.get_result()) is not None:
             results.append(result)
     assert [bytes(r.error_message) for r in results if r.error_message] == []
-    assert len(results) == 102
+    assert len(results) == 202
     holder.close()
 
 
