@@ -2,7 +2,8 @@
 
 No decision depends on one. The sleep locks (1885824102, 1 and 2) are hints: a role that holds one
 in bad faith causes notifications, or makes workers poll. No job is lost, and none starts later than
-5 s.
+5 s. The third names who holds the admission lock: whoever takes it in bad faith may only be ended
+himself, or keep another one that has stopped from being ended.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def test_no_decision_hangs_on_one(conn: Connection, hostile: Connection) -> None
 
 
 def test_the_code_names_no_other() -> None:
-    """The sleep locks are the queue's only advisory locks."""
+    """The sleep locks and that of the holder are the queue's only advisory locks."""
     found = subprocess.run(
         ["grep", "-rhoE", r"pg_(try_)?advisory\w*\([^)]*\)", ROOT / "build" / "pgdefer.sql"],
         capture_output=True,
@@ -84,7 +85,7 @@ def test_the_code_names_no_other() -> None:
         check=True,
     ).stdout.split("\n")
     calls = {re.sub(r"/\*.*?\*/", "", call.split("(")[1]) for call in found if call}
-    assert calls == {f"{KEY}, 1)", f"{KEY}, 2)"}
+    assert calls == {f"{KEY}, {n})" for n in (1, 2, 3)}
 
 
 # The sleep locks that are held, and how: each alone, and both.
