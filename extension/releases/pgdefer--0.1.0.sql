@@ -8824,7 +8824,8 @@ begin
   select array_agg(u.id) as ids, array_agg(j.deadline) as deadlines into v_next
   from unnest(p_ids) u (id)
   cross join lateral (select j.deadline from queue.job_now j where j.id = u.id offset 0) j
-  where j.deadline < 'infinity' and not exists (select from queue.finished f where f.id = u.id);
+  left join lateral (select f.id from queue.finished f where f.id = u.id offset 0) f on true
+  where j.deadline < 'infinity' and f.id is null;
   while v_next.ids is not null loop
     select array_agg(x.id) as ids, array_agg(x.deadline) as deadlines into v_next
     from (
