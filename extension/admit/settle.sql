@@ -191,9 +191,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._mark_needed(p_ids);
   perform queue._advance(p_changed => p_ids);
-  perform queue._propagate_deadline(array(
-    select distinct d.job_id from unnest(p_ids) u (id)
-    cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d));
+  perform queue._propagate_deadline(queue._dependents(p_ids));
 end $$;
 
 -- Reads new pending settlements by the same snapshots as the log.

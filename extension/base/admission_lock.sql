@@ -115,6 +115,8 @@ end $$;
 -- It ends only a session that certainly holds the lock. The row does not name one that has waited for it,
 -- because its savepoint is released; holder_lock names that one. Nothing is found if the owner may not see
 -- that session, and health names one that the owner may not end.
+-- Locks: none. No wake-up can be lost: the transaction of the session that it ends is rolled back as a whole.
+-- Two sessions: tests/py/races/test_frozen.py.
 create or replace function queue._end_stalled(p_seen text, p_times integer, out seen text, out times integer)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare

@@ -262,9 +262,7 @@ begin
   select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
   where j.id = any (p_ids) and j.flags & {{expires}} <> 0
     and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
-  perform queue._propagate_deadline(p_ids || array(
-    select distinct d.job_id from unnest(p_ids) u (id)
-    cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d));
+  perform queue._propagate_deadline(p_ids || queue._dependents(p_ids));
   v_joined := queue._join_locks(p_ids);
   perform queue._advance(
     p_arrived => p_ids || v_joined.displaced, p_turned => v_joined.passed, p_keys => v_joined.keys,

@@ -3075,6 +3075,8 @@ end $$;
 -- It ends only a session that certainly holds the lock. The row does not name one that has waited for it,
 -- because its savepoint is released; holder_lock names that one. Nothing is found if the owner may not see
 -- that session, and health names one that the owner may not end.
+-- Locks: none. No wake-up can be lost: the transaction of the session that it ends is rolled back as a whole.
+-- Two sessions: tests/py/races/test_frozen.py.
 create or replace function queue._end_stalled(p_seen text, p_times integer, out seen text, out times integer)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -8808,6 +8810,15 @@ begin
   end if;
 end $$;
 
+-- The jobs that need these.
+create or replace function queue._dependents(p_ids bigint[])
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+begin
+  return array(
+    select distinct d.job_id from unnest(p_ids) u (id)
+    cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d);
+end $$;
+
 -- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline by that. It goes from
 -- all jobs to all their needs at once, so that a job passes on only the earliest of many deadlines, and again
 -- only an earlier one. late: those that it has come to after 20 rounds and 50 ms.
@@ -11042,9 +11053,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._mark_needed(p_ids);
   perform queue._advance(p_changed => p_ids);
-  perform queue._propagate_deadline(array(
-    select distinct d.job_id from unnest(p_ids) u (id)
-    cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d));
+  perform queue._propagate_deadline(queue._dependents(p_ids));
 end $$;
 
 -- Reads new pending settlements by the same snapshots as the log.
@@ -19199,9 +19208,7 @@ begin
   select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
   where j.id = any (p_ids) and j.flags & 64/* expires */ <> 0
     and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
-  perform queue._propagate_deadline(p_ids || array(
-    select distinct d.job_id from unnest(p_ids) u (id)
-    cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d));
+  perform queue._propagate_deadline(p_ids || queue._dependents(p_ids));
   v_joined := queue._join_locks(p_ids);
   perform queue._advance(
     p_arrived => p_ids || v_joined.displaced, p_turned => v_joined.passed, p_keys => v_joined.keys,

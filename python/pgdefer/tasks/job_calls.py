@@ -160,8 +160,8 @@ class JobCalls(Generic[R_co]):
     def done(self, *, connection: AnyConnection = OWN) -> str:
         """End it as succeeded without running it.
 
-        A running job's claim is lost. A failed or cancelled one counts as
-        succeeded from then on. Raises InvalidState if it has succeeded.
+        A running job's claim is lost. A failed or cancelled one counts as succeeded from then on.
+        Raises InvalidState if it has succeeded.
         """
         return outcome_of(self.client.call(sql.DONE, {"ids": [self.id]}, connection))
 

@@ -165,8 +165,8 @@ class AsyncJobCalls(Generic[R_co]):
     async def done_async(self, *, connection: AnyAsyncConnection = OWN) -> str:
         """End it as succeeded without running it.
 
-        A running job's claim is lost. A failed or cancelled one counts as
-        succeeded from then on. Raises InvalidState if it has succeeded.
+        A running job's claim is lost. A failed or cancelled one counts as succeeded from then on.
+        Raises InvalidState if it has succeeded.
         """
         return outcome_of(await self.client.call_async(sql.DONE, {"ids": [self.id]}, connection))
 
