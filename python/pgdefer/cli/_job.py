@@ -647,7 +647,7 @@ def _change(
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         for at in range(0, len(ids), SLICE):
             rows += on.call(statement, parameters | {"ids": ids[at : at + SLICE]})
-    _end(rows)
+    _end(rows, can_force=parameters.get("force") is False)
 
 
 def _retry_failed(
@@ -682,8 +682,12 @@ def _cancel_children(on: Session, parameters: dict[str, Any]) -> None:
         _end(rows)
 
 
-def _end(rows: Rows) -> None:
+def _end(rows: Rows, *, can_force: bool = False) -> None:
     _show.outcomes(rows)
+    if can_force and any(
+        row["error"] == "QJ003" and row["outcome"] == "running" for row in rows.values
+    ):
+        err.print("Running jobs need --force.", highlight=False)
     if code := end_of(rows.values):
         raise typer.Exit(code)
 

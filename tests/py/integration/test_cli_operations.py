@@ -477,7 +477,9 @@ def test_move(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> No
     ((_, number),) = claim().items()
     done = run("job", "move", id, "--to", "q")
     assert (done.code, done.out) == (Exit.WRONG_STATE, "")
-    assert done.err == f"{id}: its state does not allow this (running)\n"
+    assert (
+        done.err == f"{id}: its state does not allow this (running)\nRunning jobs need --force.\n"
+    )
     conn.execute("select queue.fail(%s, %s, 'once')", [id, number])
     run("queue", "pause", "q")
     assert run("job", "move", id, "--to", "q").out == f"{id}: ready\n"
@@ -501,7 +503,9 @@ def test_retry(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> N
     done = run("job", "retry", failed, running)
     assert (done.code, done.out) == (Exit.PARTLY, f"{failed}: ready\n")
     assert jobs.states() == {failed: "ready", running: "running"}
-    assert run("job", "retry", running).code == Exit.WRONG_STATE
+    refused = run("job", "retry", running)
+    assert refused.code == Exit.WRONG_STATE
+    assert "Running jobs need --force." in refused.err
     assert run("job", "retry", running, "--force").out == f"{running}: ready\n"
     with pytest.raises(psycopg.Error, match="claim lost"):
         conn.execute("select queue.succeed(%s, %s)", [running, claims[running]])
@@ -658,6 +662,7 @@ def test_a_mixed_list(run: Run, jobs: Jobs, claim: Claim) -> None:
     assert done.err.splitlines() == [
         "99: there is no such job",
         f"{running}: its state does not allow this (running)",
+        "Running jobs need --force.",
     ]
     assert run("job", "delete", 98, 99, "--yes").code == Exit.NOT_FOUND
     assert run("job", "delete", running, "--yes").code == Exit.WRONG_STATE
