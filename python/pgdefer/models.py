@@ -246,12 +246,13 @@ class Worker(Base):
 
 
 class Task(Base):
-    """A registered task and its defaults."""
+    """A registered task, its defaults, and the queues in which it is paused."""
 
     __tablename__ = "tasks"
 
     name: Mapped[str] = mapped_column(primary_key=True)
     defaults: Mapped[dict[str, Any]]
+    paused_in: Mapped[list[str]]
 
 
 class Audit(Base):

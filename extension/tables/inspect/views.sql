@@ -163,8 +163,16 @@ comment on view queue.workers is
     ' last heartbeat told, or NULL.';
 
 create view queue.tasks as
-select t.name, t.defaults from queue.task t cross join (select) read_only;
-comment on view queue.tasks is 'Registered tasks and their defaults.';
+select coalesce(t.name, p.task) as name, coalesce(t.defaults, '{}') as defaults,
+  coalesce(p.paused_in, '{}') as paused_in
+from queue.task t
+full join (select p.task, array_agg(coalesce(p.queue, '*') order by p.no) as paused_in from queue.pause p
+           where p.task is not null and p.is_paused and coalesce(p.until > statement_timestamp(), true)
+           group by p.task) p on p.task = t.name;
+comment on view queue.tasks is
+  'Registered tasks and their defaults. paused_in: the queues (names, prefix* or *) in which pause has'
+    ' stopped the task; queues that were resumed singly since are still covered by their pattern. A task that'
+    ' is paused is shown even if nobody has registered it.';
 
 create view queue.queues as
 select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c.retain,

@@ -388,7 +388,7 @@ ENDED_SINCE = Statement(f"""
 # The database's clock, with a call that every role with any access may make.
 NOW = Statement("select now() as now from queue.version()")
 
-LIST_TASKS = Statement("select name, defaults from queue.tasks order by name")
+LIST_TASKS = Statement("select name, defaults, paused_in from queue.tasks order by name")
 
 LIST_WORKERS = Statement("""
     select id, name, queues, info, is_alive, running, registered_at, last_seen_at, dead_after,

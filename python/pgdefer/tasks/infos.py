@@ -54,10 +54,11 @@ class QueueInfo:
 
 @dataclasses.dataclass(frozen=True)
 class TaskInfo:
-    """A registered task, as in queue.tasks."""
+    """A registered or paused task, as in queue.tasks."""
 
     name: str
     defaults: Mapping[str, Any]
+    paused_in: list[str]
 
 
 @dataclasses.dataclass(frozen=True)

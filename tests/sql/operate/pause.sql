@@ -1,6 +1,6 @@
 -- Pausing with patterns, times and tasks.
 
-select plan(35);
+select plan(37);
 
 \ir queues.helpers.psql
 
@@ -33,7 +33,10 @@ select is(queue.pause(task => 'x'), 1, 'one task: its ready jobs count');
 select queue.defer('x') \g /dev/null
 select is(pg_temp.run(), 'y', 'its jobs do not start, old or new');
 select is((select string_agg(distinct j.state || ' ' || j.reason, ', ') from queue.jobs j where j.task = 'x'), 'ready paused', 'and say so');
+select queue.pause('mail*', task => 'x'), queue.pause('soon', '2000-01-01Z', 'x'), queue.register_task('y') \g /dev/null
+select is((select string_agg(concat_ws(' ', t.name, t.defaults, t.paused_in), ', ' order by t.name) from queue.tasks t), 'x {} {*,mail*}, y {} {}', 'queue.tasks says where');
 select is(queue.resume(task => 'x'), 2, 'resumed');
+select is((select t.paused_in from queue.tasks t where t.name = 'x'), null, 'and queue.tasks forgets it');
 select is(pg_temp.run(), 'x x', 'they go');
 
 -- Jobs that have passed the gate of paused tasks, and wait for a turn or a slot, do not start either.

@@ -143,7 +143,7 @@ class QueueAdmin(ViewAdmin):
 class TaskAdmin(ViewAdmin):
     """Tasks: pause and resume, on all queues."""
 
-    list_display = ("name", "defaults")
+    list_display = ("name", "defaults", "paused_in")
     search_fields = ("name",)
     actions = ("pause", "resume")
 

@@ -229,10 +229,11 @@ class Worker(View):
 
 
 class Task(View):
-    """A registered task and its defaults."""
+    """A registered task, its defaults, and the queues in which it is paused."""
 
     name = models.TextField(primary_key=True)
     defaults = Json()
+    paused_in = List(models.TextField())
 
     class Meta(View.Meta):
         db_table = '"queue"."tasks"'

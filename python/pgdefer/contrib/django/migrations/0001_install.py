@@ -194,6 +194,10 @@ class Migration(migrations.Migration):
             fields=[
                 ("name", models.TextField(primary_key=True, serialize=False)),
                 ("defaults", pgdefer.contrib.django.models.Json()),
+                (
+                    "paused_in",
+                    pgdefer.contrib.django.models.List(base_field=models.TextField(), size=None),
+                ),
             ],
             options={
                 "db_table": '"queue"."tasks"',
