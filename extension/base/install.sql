@@ -144,9 +144,7 @@ declare
   v_tables text := queue._tables_version();
 begin
   if not queue._fits(v_tables) then
-    perform queue._incompatible('the tables and the code of the queue are incompatible', v_tables,
-      case when v_tables = any (queue._versions()) then 'Run SELECT queue.migrate().'
-        else 'Upgrade the code: pgdefer upgrade, or ALTER EXTENSION pgdefer UPDATE.' end);
+    perform queue._incompatible('the tables and the code of the queue are incompatible', v_tables);
   elsif p_client ~ '^pgdefer [0-9]+[.][0-9]+' and not queue._fits(substr(p_client, 9)) then
     raise exception using errcode = 'QJ090', message = 'client and schema are incompatible',
       detail = format('client: %s, code: %s', p_client, '@VERSION@'),

@@ -23,8 +23,7 @@ begin
     if v_version is null then
       perform queue._not_installed();
     elsif not v_version = any (queue._versions()) then
-      perform queue._incompatible('there is no migration from the tables to this code', v_version,
-        'Install the version of the tables, or one that can migrate them.');
+      perform queue._incompatible('there is no migration from the tables to this code', v_version);
     end if;
     exit when v_version = '@VERSION@';
     for v_try in 1 .. 100 loop
@@ -103,11 +102,22 @@ begin
 end $$;
 
 -- Raises: QJ090, always.
-create or replace function queue._incompatible(message text, tables text, hint text)
+create or replace function queue._incompatible(message text, tables text)
 returns void language plpgsql stable parallel safe security invoker as $$
 begin
   raise exception using errcode = 'QJ090', message = message,
-    detail = format('tables: %s, code: %s', tables, '@VERSION@'), hint = hint;
+    detail = format('tables: %s, code: %s', tables, '@VERSION@'), hint = queue._how_to_fit(tables);
+end $$;
+
+-- What to run so that the code fits tables of this version.
+create or replace function queue._how_to_fit(tables text)
+returns text language plpgsql immutable parallel safe security invoker as $$
+begin
+  return case when tables = any (queue._versions()) then 'Run SELECT queue.migrate().'
+    when string_to_array(substring(tables from '^[0-9.]*[0-9]'), '.')::integer[]
+      > string_to_array(substring('@VERSION@' from '^[0-9.]*[0-9]'), '.')::integer[]
+      then 'Upgrade the code: pgdefer upgrade, or ALTER EXTENSION pgdefer UPDATE.'
+    else 'Install a release in between first, one that can migrate these tables.' end;
 end $$;
 
 create or replace function queue._tables_version()

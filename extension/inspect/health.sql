@@ -50,7 +50,7 @@ begin
   select t.code, t.tables into v_facts from queue.version() t;
   status := case when v_facts.code = v_facts.tables then 'ok' else 'fail' end;
   detail := format('code %s, tables %s', v_facts.code, v_facts.tables);
-  fix := case when v_facts.code <> v_facts.tables then 'select queue.migrate()' end;
+  fix := case when v_facts.code <> v_facts.tables then queue._how_to_fit(v_facts.tables) end;
   return next;
 end $$;
 
@@ -68,7 +68,9 @@ begin
   select count(*) filter (where w.gone_at is null and w.last_seen_at + w.dead_after >= p_now) as alive,
     count(*) filter (where w.gone_at is null
                        and greatest(w.last_seen_at, v_up_since) + w.dead_after < p_now - interval '10 s'
-                       or not w.is_clear and w.gone_at < p_now - interval '1 minute') as dead,
+                       or not w.is_clear and w.gone_at < p_now - interval '1 minute'
+                         and (not w.has_left or exists (select from queue.active_job aj
+                                                        where aj.worker_id = w.id))) as dead,
     count(*) filter (where w.is_awaited) as awaited,
     max(w.dead_after) filter (where w.is_awaited) as patience,
     (select count(*) from (select from queue.active_job aj limit 100001) aj) as jobs
@@ -93,7 +95,7 @@ begin
               when v_facts.alive = 0 and v_is_waiting
                 then format('Wait: they have %s from then on to come back. If none does, start a worker:'
                   ' pgdefer worker', v_facts.patience)
-              when v_facts.alive = 0 then 'Start a worker: pgdefer worker' end;
+              when v_facts.alive = 0 then 'Start a worker: pgdefer worker -A MODULE' end;
   return next;
 
   name := 'queues';
@@ -110,7 +112,7 @@ begin
   detail := case when v_facts.n > 0 then format('ready jobs in %s that no live worker serves: %s',
     queue._count_of(v_facts.n, 'queue'), v_facts.names)
     else 'every queue with ready jobs is served, or paused' end;
-  fix := case when v_facts.n > 0 then 'Start a worker for them: pgdefer worker --queues NAME' end;
+  fix := case when v_facts.n > 0 then 'Start a worker for them: pgdefer worker -A MODULE --queues NAME' end;
   return next;
 end $$;
 

@@ -1525,11 +1525,12 @@ select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_a
 from queue.worker w
 left join (select aj.worker_id, count(*) as running from queue.active_job aj where aj.claim is not null
   group by aj.worker_id) aj on aj.worker_id = w.id
-where (select x.is_all from queue.visible_queues x)
-  or exists (select from unnest(w.queues) q
-    where q like any ((select x.queues from queue.visible_queues x)::text[]));
+where (w.gone_at is null or w.gone_at > statement_timestamp() - interval '1 minute' or aj.running > 0)
+  and ((select x.is_all from queue.visible_queues x)
+    or exists (select from unnest(w.queues) q
+      where q like any ((select x.queues from queue.visible_queues x)::text[])));
 comment on view queue.workers is
-  'Registered workers, and those that have gone within the last minute. memory: the resident bytes that the'
+  'Registered workers, and those that have gone within the last minute or still have jobs. memory: the resident bytes that the'
     ' last heartbeat told, or NULL.';
 
 create view queue.tasks as
@@ -3563,8 +3564,7 @@ begin
     if v_version is null then
       perform queue._not_installed();
     elsif not v_version = any (queue._versions()) then
-      perform queue._incompatible('there is no migration from the tables to this code', v_version,
-        'Install the version of the tables, or one that can migrate them.');
+      perform queue._incompatible('there is no migration from the tables to this code', v_version);
     end if;
     exit when v_version = '0.1.0';
     for v_try in 1 .. 100 loop
@@ -3643,11 +3643,22 @@ begin
 end $$;
 
 -- Raises: QJ090, always.
-create or replace function queue._incompatible(message text, tables text, hint text)
+create or replace function queue._incompatible(message text, tables text)
 returns void language plpgsql stable parallel safe security invoker as $$
 begin
   raise exception using errcode = 'QJ090', message = message,
-    detail = format('tables: %s, code: %s', tables, '0.1.0'), hint = hint;
+    detail = format('tables: %s, code: %s', tables, '0.1.0'), hint = queue._how_to_fit(tables);
+end $$;
+
+-- What to run so that the code fits tables of this version.
+create or replace function queue._how_to_fit(tables text)
+returns text language plpgsql immutable parallel safe security invoker as $$
+begin
+  return case when tables = any (queue._versions()) then 'Run SELECT queue.migrate().'
+    when string_to_array(substring(tables from '^[0-9.]*[0-9]'), '.')::integer[]
+      > string_to_array(substring('0.1.0' from '^[0-9.]*[0-9]'), '.')::integer[]
+      then 'Upgrade the code: pgdefer upgrade, or ALTER EXTENSION pgdefer UPDATE.'
+    else 'Install a release in between first, one that can migrate these tables.' end;
 end $$;
 
 create or replace function queue._tables_version()
@@ -3809,9 +3820,7 @@ declare
   v_tables text := queue._tables_version();
 begin
   if not queue._fits(v_tables) then
-    perform queue._incompatible('the tables and the code of the queue are incompatible', v_tables,
-      case when v_tables = any (queue._versions()) then 'Run SELECT queue.migrate().'
-        else 'Upgrade the code: pgdefer upgrade, or ALTER EXTENSION pgdefer UPDATE.' end);
+    perform queue._incompatible('the tables and the code of the queue are incompatible', v_tables);
   elsif p_client ~ '^pgdefer [0-9]+[.][0-9]+' and not queue._fits(substr(p_client, 9)) then
     raise exception using errcode = 'QJ090', message = 'client and schema are incompatible',
       detail = format('client: %s, code: %s', p_client, '0.1.0'),
@@ -21562,7 +21571,7 @@ begin
   select t.code, t.tables into v_facts from queue.version() t;
   status := case when v_facts.code = v_facts.tables then 'ok' else 'fail' end;
   detail := format('code %s, tables %s', v_facts.code, v_facts.tables);
-  fix := case when v_facts.code <> v_facts.tables then 'select queue.migrate()' end;
+  fix := case when v_facts.code <> v_facts.tables then queue._how_to_fit(v_facts.tables) end;
   return next;
 end $$;
 
@@ -21580,7 +21589,9 @@ begin
   select count(*) filter (where w.gone_at is null and w.last_seen_at + w.dead_after >= p_now) as alive,
     count(*) filter (where w.gone_at is null
                        and greatest(w.last_seen_at, v_up_since) + w.dead_after < p_now - interval '10 s'
-                       or not w.is_clear and w.gone_at < p_now - interval '1 minute') as dead,
+                       or not w.is_clear and w.gone_at < p_now - interval '1 minute'
+                         and (not w.has_left or exists (select from queue.active_job aj
+                                                        where aj.worker_id = w.id))) as dead,
     count(*) filter (where w.is_awaited) as awaited,
     max(w.dead_after) filter (where w.is_awaited) as patience,
     (select count(*) from (select from queue.active_job aj limit 100001) aj) as jobs
@@ -21605,7 +21616,7 @@ begin
               when v_facts.alive = 0 and v_is_waiting
                 then format('Wait: they have %s from then on to come back. If none does, start a worker:'
                   ' pgdefer worker', v_facts.patience)
-              when v_facts.alive = 0 then 'Start a worker: pgdefer worker' end;
+              when v_facts.alive = 0 then 'Start a worker: pgdefer worker -A MODULE' end;
   return next;
 
   name := 'queues';
@@ -21622,7 +21633,7 @@ begin
   detail := case when v_facts.n > 0 then format('ready jobs in %s that no live worker serves: %s',
     queue._count_of(v_facts.n, 'queue'), v_facts.names)
     else 'every queue with ready jobs is served, or paused' end;
-  fix := case when v_facts.n > 0 then 'Start a worker for them: pgdefer worker --queues NAME' end;
+  fix := case when v_facts.n > 0 then 'Start a worker for them: pgdefer worker -A MODULE --queues NAME' end;
   return next;
 end $$;
 

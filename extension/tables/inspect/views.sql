@@ -155,11 +155,12 @@ select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_a
 from queue.worker w
 left join (select aj.worker_id, count(*) as running from queue.active_job aj where aj.claim is not null
   group by aj.worker_id) aj on aj.worker_id = w.id
-where (select x.is_all from queue.visible_queues x)
-  or exists (select from unnest(w.queues) q
-    where q like any ((select x.queues from queue.visible_queues x)::text[]));
+where (w.gone_at is null or w.gone_at > statement_timestamp() - interval '1 minute' or aj.running > 0)
+  and ((select x.is_all from queue.visible_queues x)
+    or exists (select from unnest(w.queues) q
+      where q like any ((select x.queues from queue.visible_queues x)::text[])));
 comment on view queue.workers is
-  'Registered workers, and those that have gone within the last minute. memory: the resident bytes that the'
+  'Registered workers, and those that have gone within the last minute or still have jobs. memory: the resident bytes that the'
     ' last heartbeat told, or NULL.';
 
 create view queue.tasks as

@@ -293,8 +293,9 @@ def _fail_for(error: PgDeferError) -> NoReturn:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's text without its line breaks."""
-    return " ".join(str(error).split())
+    """Return an error's text without its line breaks, and without the code that raised it."""
+    text, _, _ = str(error).partition("\nCONTEXT:")
+    return " ".join(text.split())
 
 
 def fail(code: Exit, message: str) -> NoReturn:

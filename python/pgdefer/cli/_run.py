@@ -100,7 +100,7 @@ def version(dsn: DSN = None, as_json: AsJson = False) -> None:
 def demo(
     dsn: DSN = None,
     concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1)] = 20,
-    limit: Annotated[int | None, typer.Option(help="The maximum number of files.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="The maximum number of files.")] = None,
 ) -> None:
     """Run jobs over the files of Python's standard library, and show the results."""
     from pgdefer.cli._demo import run  # noqa: PLC0415 (no other command needs it)

@@ -153,9 +153,12 @@ def _run(connection: psycopg.Connection[Any], form: Form) -> str:
 
 
 def _make_extension(connection: psycopg.Connection[Any], *, is_created: bool) -> None:
-    statements = [sql.UPDATE_EXTENSION if is_created else sql.CREATE_EXTENSION, sql.INSTALL]
-    for statement in statements:
-        connection.execute(statement.psycopg)
+    with connection.transaction():
+        for statement in (
+            sql.UPDATE_EXTENSION if is_created else sql.CREATE_EXTENSION,
+            sql.INSTALL,
+        ):
+            connection.execute(statement.psycopg)
 
 
 def _patiently(connection: psycopg.Connection[Any], action: Callable[[], object]) -> None:

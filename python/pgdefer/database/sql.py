@@ -539,7 +539,7 @@ CONFIGURE_QUEUE = Statement("""
 WORKERS = Statement("""
     select id, name, queues, info, is_alive, running, memory, registered_at, last_seen_at,
       dead_after, clock_timestamp() - last_seen_at as silent_for,
-      clock_timestamp() - registered_at as up_for
+      case when is_alive then clock_timestamp() else last_seen_at end - registered_at as up_for
     from queue.workers order by id
 """)
 

@@ -333,7 +333,8 @@ class Worker:
         if self.state.is_stopping:
             return
         self.state.is_stopping = True
-        log.info("stopping, %d jobs are running", len(self.executor.running))
+        if self.state.id is not None:
+            log.info("stopping, %d jobs are running", len(self.executor.running))
         self.executor.give_back_waiting()
         if self.shutdown_timeout is not None and self._loop is not None:
             self._loop.call_later(self.shutdown_timeout, self.stop_at_once)

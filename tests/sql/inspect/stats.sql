@@ -1,6 +1,6 @@
 -- stats, metrics, autoscale_hint and health: every figure for known jobs, every check seen failing.
 
-select plan(91);
+select plan(93);
 
 set pgdefer.notify = off;
 
@@ -16,7 +16,7 @@ select is_empty('select * from queue.stats()', 'no figures of an empty queue');
 select is_empty('select * from queue.metrics', 'nor metrics');
 select is_empty('select * from queue.autoscale_hint()', 'nor a hint');
 select is((select array_agg(distinct status) from queue.health() where name <> 'workers'), '{ok}', 'and it is well');
-select results_eq($$select status, detail, fix from queue.health() where name = 'workers'$$, $$values ('warn', '0 alive', 'Start a worker: pgdefer worker')$$, 'but has no worker');
+select results_eq($$select status, detail, fix from queue.health() where name = 'workers'$$, $$values ('warn', '0 alive', 'Start a worker: pgdefer worker -A MODULE')$$, 'but has no worker');
 select is((select count(distinct name)::integer from queue.health()), 16, 'health has a row for each check');
 select is(test.refusal('select queue.autoscale_hint(' || within || ')'), '22023', 'autoscale_hint(' || within || ')') from (values ('null'), ('''0'''), ('''-1 minute''')) v (within);
 
@@ -139,7 +139,9 @@ create function pg_temp.health_at_begin(name text) returns text language sql as 
 select is((select string_agg(h.name || ' ' || h.status, ', ') from queue.health() h where h.status <> 'ok'), null, 'all is well');
 begin;
 update queue.installation set version = '0.0.1';
-select matches(pg_temp.health('version'), '^fail\|code .*, tables 0\.0\.1\|select queue\.migrate\(\)$', 'other tables than code');
+select matches(pg_temp.health('version'), '^fail\|code .*, tables 0\.0\.1\|Install a release in between', 'tables from which no migration leads');
+update queue.installation set version = '99.0.0';
+select matches(pg_temp.health('version'), '^fail\|code .*, tables 99\.0\.0\|Upgrade the code', 'later tables');
 rollback;
 -- Says since when workers can reach the server. Outside of an era nobody knows.
 create function pg_temp.up_since(p_at timestamptz, p_era text default queue._era()) returns void language sql as $$
@@ -158,7 +160,7 @@ update queue.worker set last_seen_at = now() - interval '1 hour';
 select pg_temp.up_since(now() - interval '80 s') \g /dev/null
 select matches(pg_temp.health('workers'), '^fail\|0 alive, 2 dead and not reaped, [0-9]+ jobs', 'after that nobody waits for them');
 select pg_temp.up_since(now() - interval '80 s', 'another') \g /dev/null
-select matches(pg_temp.health('workers'), '^fail\|0 alive, 2 silent .*, [0-9]+ jobs ready or running\|Start a worker: pgdefer worker$', 'nobody has come since the server started');
+select matches(pg_temp.health('workers'), '^fail\|0 alive, 2 silent .*, [0-9]+ jobs ready or running\|Start a worker: pgdefer worker -A MODULE$', 'nobody has come since the server started');
 rollback;
 begin;
 select pg_temp.up_since('-infinity') \g /dev/null
@@ -166,6 +168,8 @@ update queue.worker set last_seen_at = last_seen_at - interval '1 hour' where na
 select matches(pg_temp.health('workers'), '^fail\|1 alive, 1 dead and not reaped\|Start a worker, or call queue\.tick', 'a dead worker that nobody reaps');
 update queue.worker set last_seen_at = last_seen_at - interval '1 hour';
 select matches(pg_temp.health('workers'), '^fail\|0 alive, 2 dead and not reaped, [0-9]+ jobs ready or running\|', 'no live one, and jobs');
+update queue.worker set gone_at = now() - interval '2 min', has_left = true;
+select matches(pg_temp.health('workers'), '^fail\|0 alive, 1 dead and not reaped, [0-9]+ jobs', 'of workers that have left, the one with jobs that nobody has given back');
 update queue.worker set gone_at = now(), is_clear = true;
 select matches(pg_temp.health('workers'), '^fail\|0 alive, [0-9]+ jobs ready or running\|Start a worker', 'none at all');
 rollback;
