@@ -9,8 +9,7 @@ declare
   v_holder record;
 begin
   {{installed}}
-  perform from queue.admission for update skip locked;
-  if found then
+  if queue._lock_admission(false) then
     perform queue._audit('unblock', '{}');
     return null;  -- no session holds it
   end if;
@@ -95,9 +94,7 @@ begin
       v_has_deadlock := true;
     end;
   end loop;
-  if v_since is not null then
-    perform pg_try_advisory_xact_lock({{holder_lock}});
-  end if;
+  perform pg_try_advisory_xact_lock_shared({{holder_lock}});
   v_timeout := current_setting('idle_in_transaction_session_timeout');
   if v_timeout = '0' or v_timeout::interval > interval '10 s' then
     v_timeout := set_config('idle_in_transaction_session_timeout', '10s', true);
@@ -109,12 +106,38 @@ begin
   return true;
 end $$;
 
+-- The other session or prepared transaction that holds the admission lock; since: when its transaction began,
+-- NULL if its role's sessions are hidden from the owner. The row names the transaction that took the lock. If
+-- a savepoint took it and was released, the row names only that: then it is the one with holder_lock, which
+-- comes with the admission lock and goes with it. Any role may take holder_lock, but not the lock on the
+-- table, which all who try to get the row have.
+create or replace function queue._admission_holder(out pid integer, out role text, out state text,
+  out application text, out since timestamptz)
+language plpgsql stable parallel safe security invoker as $$
+begin
+  select l.pid, coalesce(a.usename, p.owner), coalesce(a.state, 'prepared transaction ' || p.gid),
+    a.application_name, coalesce(a.xact_start, p.prepared)
+  into pid, role, state, application, since
+  from queue.admission m
+  cross join pg_locks l
+  left join pg_stat_activity a on a.pid = l.pid
+  left join pg_prepared_xacts p on l.pid is null and exists (select from pg_locks x
+    where x.locktype = 'transactionid' and x.transactionid = p.transaction and x.granted
+      and x.virtualtransaction = l.virtualtransaction)
+  where l.granted and l.pid is distinct from pg_backend_pid()
+    and (l.locktype = 'transactionid' and l.mode = 'ExclusiveLock' and l.transactionid = m.xmax
+      or l.locktype = 'advisory' and l.mode = 'ShareLock'
+        and (l.classid::bigint, l.objid::bigint) = ({{holder_lock}})
+        and l.database = (select d.oid from pg_database d where d.datname = current_database())
+        and exists (select from pg_locks t where t.virtualtransaction = l.virtualtransaction
+          and t.locktype = 'relation' and t.relation = 'queue.admission'::regclass))
+  order by l.locktype desc limit 1;
+end $$;
+
 -- Ends the session that holds the admission lock if five looks in a row have found the same: it is not idle,
 -- waits for its client, and has got no message since. (A client that reads a long answer slowly looks the
 -- same; one that copies does not.) p_seen, p_times: what the last look has found, and how often.
--- It ends only a session that certainly holds the lock. The row does not name one that has waited for it,
--- because its savepoint is released; holder_lock names that one. Nothing is found if the owner may not see
--- that session, and health names one that the owner may not end.
+-- Nothing is found if the owner may not see that session, and health names one that the owner may not end.
 -- Locks: none. No wake-up can be lost: the transaction of the session that it ends is rolled back as a whole.
 -- Two sessions: tests/py/races/test_frozen.py.
 create or replace function queue._end_stalled(p_seen text, p_times integer, out seen text, out times integer)
@@ -124,15 +147,10 @@ declare
 begin
   perform pg_stat_clear_snapshot();  -- else all looks of a transaction show what the first one has seen
   select a.pid, concat_ws(' ', a.pid, a.backend_start, a.state_change, c.bytes_processed) into v_pid, seen
-  from queue.admission m
-  cross join pg_locks l
-  join pg_stat_activity a on a.pid = l.pid
+  from queue._admission_holder() h
+  join pg_stat_activity a on a.pid = h.pid
   left join pg_stat_progress_copy c on c.pid = a.pid
-  where l.granted and l.mode = 'ExclusiveLock' and l.pid <> pg_backend_pid()
-    and (l.locktype = 'transactionid' and l.transactionid = m.xmax
-      or l.locktype = 'advisory' and (l.classid::bigint, l.objid::bigint) = ({{holder_lock}})
-        and l.database = (select d.oid from pg_database d where d.datname = current_database()))
-    and a.state = 'active' and a.wait_event_type = 'Client';
+  where a.state = 'active' and a.wait_event_type = 'Client';
   times := case when seen = p_seen then p_times + 1 else 1 end;
   if times = 5 then
     perform pg_terminate_backend(v_pid);
@@ -167,44 +185,6 @@ begin
   end;
   perform set_config('lock_timeout', v_timeout, true);
   return v_has_lock;
-end $$;
-
--- The other session that holds the admission lock, or most likely does; since: when its transaction began,
--- NULL if its role's sessions are hidden from the owner.
-create or replace function queue._admission_holder(out pid integer, out role text, out state text,
-  out application text, out since timestamptz)
-language plpgsql stable parallel safe security invoker as $$
-begin
-  select l.pid, a.usename, a.state, a.application_name, a.xact_start into pid, role, state, application, since
-  from queue.admission m
-  join pg_locks l on l.locktype = 'transactionid' and l.transactionid = m.xmax and l.mode = 'ExclusiveLock'
-    and l.granted
-  left join pg_stat_activity a on a.pid = l.pid
-  where l.pid <> pg_backend_pid();
-  if not found then
-    -- a savepoint took it, and its number is gone, or a prepared transaction has it, which has no session: so
-    -- look for the lock on the table, which comes with that on the row. Sessions that only tried to get it
-    -- have that, too, but mostly no transaction's number. The holder's is that of the row or, most likely,
-    -- the nearest one below
-    select l.pid, coalesce(a.usename, p.owner), coalesce(a.state, 'prepared transaction ' || p.gid),
-      a.application_name, coalesce(a.xact_start, p.prepared)
-    into pid, role, state, application, since
-    from queue.admission m
-    cross join pg_locks l
-    left join pg_stat_activity a on a.pid = l.pid
-    left join pg_prepared_xacts p on l.pid is null and exists (select from pg_locks x
-      where x.locktype = 'transactionid' and x.transactionid = p.transaction and x.granted
-        and x.virtualtransaction = l.virtualtransaction)
-    where l.locktype = 'relation' and l.relation = 'queue.admission'::regclass and l.mode = 'RowShareLock'
-      and l.granted
-      and l.database = (select d.oid from pg_database d where d.datname = current_database())
-      and l.pid is distinct from pg_backend_pid()
-      and not exists (select from pg_locks w where w.pid = l.pid and not w.granted)
-    order by (select min(age(x.transactionid)) from pg_locks x
-      where x.locktype = 'transactionid' and x.virtualtransaction = l.virtualtransaction and x.granted
-        and age(x.transactionid) >= age(m.xmax)) nulls last,
-      coalesce(a.xact_start, p.prepared) limit 1;
-  end if;
 end $$;
 
 -- The virtual transactions that are under way in other sessions of this database. All others see what was

@@ -2,8 +2,8 @@
 
 No decision depends on one. The sleep locks (1885824102, 1 and 2) are hints: a role that holds one
 in bad faith causes notifications, or makes workers poll. No job is lost, and none starts later than
-5 s. The third names who holds the admission lock: whoever takes it in bad faith may only be ended
-himself, or keep another one that has stopped from being ended.
+5 s. The third names who holds the admission lock: whoever takes it in bad faith can only keep one
+from being ended who has taken that lock in a savepoint, and has stopped.
 """
 
 from __future__ import annotations

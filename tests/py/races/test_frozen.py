@@ -171,6 +171,56 @@ def test_who_stops_in_a_pipeline_with_the_admission_lock_is_ended(
     frozen.close()
 
 
+@pytest.mark.parametrize(
+    "queries",
+    [
+        ["select queue.heartbeat({worker})"],
+        ["begin", "savepoint s", "select queue.pause('other')", "release s", "select 1"],
+        ["select test.pauses()"],
+    ],
+)
+def test_who_stops_after_it_took_the_lock_in_a_savepoint_is_ended(
+    connect: Callable[..., Connection], queries: list[str]
+) -> None:
+    """The lock's row names a savepoint that is over: not its transaction."""
+    conn, other, frozen = connect(), connect(), connect()
+    conn.execute(
+        """
+        create function test.pauses() returns void language plpgsql as $$
+        begin
+          perform queue.pause('other');
+        exception when division_by_zero then null;
+        end $$
+        """
+    )
+    worker = register(conn)
+    conn.execute("select queue.defer('t')")
+    look_often(conn)
+    for query in queries:
+        send(frozen, query.format(worker=worker))
+    waits_in(conn, frozen, "ClientRead")
+    assert conn.execute("select pid from queue._admission_holder()").fetchone() == (
+        frozen.info.backend_pid,
+    )
+    other.execute("set statement_timeout = '60 s'")
+    other.execute("select queue.resume('other')")
+    left = "select count(*) from pg_stat_activity where pid = %s"
+    until(lambda: conn.execute(left, [frozen.info.backend_pid]).fetchone() == (0,))
+    frozen.close()
+
+
+def test_an_operator_who_idles_after_unblock_is_ended(connect: Callable[..., Connection]) -> None:
+    conn, other = connect(), connect()
+    idle = connect(autocommit=False)
+    worker = register(conn)
+    conn.execute("select queue.defer('t')")
+    assert idle.execute("select queue.unblock()").fetchone() == (None,)
+    other.execute("set statement_timeout = '60 s'")
+    assert fetch(other, worker)
+    with pytest.raises(psycopg.errors.IdleInTransactionSessionTimeout):
+        idle.execute("select 1")
+
+
 @pytest.mark.long
 def test_who_works_with_the_admission_lock_is_not_ended(
     connect: Callable[..., Connection],

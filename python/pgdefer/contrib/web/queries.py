@@ -221,7 +221,8 @@ order by started_at limit 500
 """
 
 TASKS = """
-select name, left(defaults::text, 2000) as defaults, left(array_to_string(paused_in, ', '), 2000) as paused_in
+select name, left(defaults::text, 2000) as defaults,
+  left(array_to_string(paused_in, ', '), 2000) as paused_in
 from queue.tasks order by name limit 1000
 """
 
