@@ -175,9 +175,17 @@ def test_the_forms_do_not_mix(blank: psycopg.Connection, server: EmbeddedServer)
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="in the plain form"):
         install(blank, "extension")
     blank.execute("rollback")
-    # As docs/installing.md says.
+    # As docs/installing.md says, also of triggers.
+    trigger = "create trigger t after insert on customer execute function queue.defer_trigger('t')"
+    blank.execute("create table customer ()")
+    blank.execute(trigger.encode())
+    with pytest.raises(psycopg.errors.DependentObjectsStillExist, match="defer_trigger"):
+        blank.execute(DROP_FUNCTIONS.encode())
+    blank.execute("drop trigger t on customer")
     blank.execute(DROP_FUNCTIONS.encode())
     install(blank, "extension")
+    blank.execute(trigger.encode())
+    blank.execute("drop trigger t on customer")
     assert blank.execute("select count(*) from queue.job").fetchone() == (1,)
     assert blank.execute("select * from queue.check()").fetchall() == []
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="as an extension"):
