@@ -76,7 +76,10 @@ NOT_RUN = {
     "docs/recurring.md": {"=> select cron": "it needs pg_cron"},
     "docs/tutorial.md": {"$ export PGDEFER_HOME": f"{HERE}/test_docs_rest.py starts a server"},
     "docs/upgrading.md": {"-- @code": "a sample: tests/py/compat/test_upgrade.py has such steps"},
-    "docs/worker-protocol.md": {"register ": "a drawing"},
+    "docs/worker-protocol.md": {
+        "register ": "a drawing",
+        "register_worker(": f"{HERE}/test_docs_rest.py compares it with the catalog",
+    },
 }
 
 

@@ -81,6 +81,34 @@ def test_the_page_on_upgrading(reader: Reader, server: EmbeddedServer) -> None:
     assert "t" in squeezed(found)
 
 
+def test_the_calls_of_the_worker_protocol(dsn: str) -> None:
+    """The page has their parameters and results as the catalog has them."""
+    (block,) = [
+        b for b in blocks("docs/worker-protocol.md") if b.text.startswith("register_worker(")
+    ]
+    calls = re.findall(r"^(\w+)\((.*?)\):\s+(.*?)(?=^\w|\Z)", block.text, re.MULTILINE | re.DOTALL)
+    assert len(calls) == 10
+    columns: dict[str, str] = {}
+    with psycopg.connect(dsn) as connection:
+        for name, parameters, result in calls:
+            found = connection.execute(
+                "select pg_get_function_arguments(oid), pg_get_function_result(oid) from pg_proc"
+                " where oid = to_regproc('queue.' || %s)",
+                [name],
+            ).fetchone()
+            assert found is not None, name
+            arguments, returned = (
+                part.replace("timestamp with time zone", "timestamptz") for part in found
+            )
+            arguments = re.sub(r"DEFAULT ('{}'|\w+)(::[\w\[\]]+)?", r"= \1", arguments)
+            assert parameters == arguments.replace("= NULL", "= null"), name
+            columns[name] = re.sub(
+                r"^(one row|rows) \((.*)\)$", r"TABLE(\2)", " ".join(result.split())
+            )
+            inherited = columns.get("fetch", "")[len("TABLE(") : -1]
+            assert columns[name].replace("the columns of fetch", inherited) == returned, name
+
+
 def test_apps_behind_pgbouncer(reader: Reader) -> None:
     """They connect when they have something to do."""
     found = [block for block in shown("docs/installing.md") if block.language == "python"]
