@@ -78,9 +78,10 @@ end $$;
 comment on procedure queue.work(text[], integer) is
   'A worker in SQL: runs jobs of the queues whose tasks are database functions, one after another, until'
     ' none is left or max_jobs have run. It claims each job in one transaction, and runs it in another'
-    ' together with its outcome. For psql, pg_cron or a loop; call it outside a transaction. A'
-    ' statement_timeout set before limits the whole call; the job that it ends has timed out. A job''s own'
-    ' timeout can''t end its function, but undoes it when it returns.';
+    ' together with its outcome. For psql, pg_cron or a loop, but not in a transaction block: there it'
+    ' raises 2D000, invalid transaction termination. A statement_timeout set before limits the whole call;'
+    ' the job that it ends has timed out. A job''s own timeout can''t end its function, but undoes it when it'
+    ' returns.';
 
 -- The statement that calls the function of a claim's task, with $1 for the args, and the args. NULL: the task
 -- has no function, or no longer. late_at: when its timeout has passed.
