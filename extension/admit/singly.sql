@@ -41,15 +41,31 @@ begin
   return v_left;
 end $$;
 
--- _admit_gated, for all together or one by one. Returns the jobs that must be tried again, as _admit_singly.
+-- _admit_gated, for all together or one by one. Returns the jobs that must be tried again, as _admit_singly;
+-- or, of jobs with many keys and needs, those that would keep the admission lock for too long: the last ones,
+-- so that jobs of one lock come in the order of ids.
 create or replace function queue._admit_all_gated(p_ids bigint[], p_singly boolean)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[] := p_ids;
+  v_left bigint[];
 begin
   if p_singly then
     return queue._admit_singly(p_ids);
   end if;
-  perform queue._admit_gated(p_ids);
-  return null;
+  if cardinality(p_ids) > 1 then
+    select array_agg(x.id) filter (where x.n = 1 or x.load <= {{gated_at_once}}),
+      array_agg(x.id) filter (where x.n > 1 and x.load > {{gated_at_once}})
+    into v_ids, v_left
+    from (
+      select u.id, row_number() over by_id as n,
+        sum(1 + coalesce(cardinality(j.keys), 0) + coalesce(cardinality(j.needs), 0)) over by_id as load
+      from unnest(p_ids) u (id)
+      cross join lateral (select j.keys, j.needs from queue.job j where j.id = u.id offset 0) j
+      window by_id as (order by u.id rows unbounded preceding)) x;
+  end if;
+  perform queue._admit_gated(v_ids);
+  return v_left;
 end $$;
 
 -- _settle_slots, for all together or one by one. Returns the settlements that were not set aside.

@@ -1,6 +1,6 @@
 -- The backlog: urgent jobs do not wait behind it, and locks keep their order across it.
 
-select plan(18);
+select plan(23);
 
 \ir admission.helpers.psql
 
@@ -56,6 +56,19 @@ select is_empty('select * from outage o join outage p on p.n = o.n + 1 where p.p
 select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'many', 'queue', 'bands', 'priority', n)) from generate_series(1, 3000) n)) \g /dev/null
 select is((select max(f.priority) from queue.fetch(:worker, '{bands}', 1) f), 3000, 'the same with 3,000 priorities');
 select queue.delete_queue('outage', true), queue.delete_queue('bands', true) \g /dev/null
+
+-- Jobs with many keys: an admission takes fewer of them, in the order of ids, and another job does not wait for all.
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'keys', 'queue', 'keys', 'options', jsonb_build_object('concurrency',
+  (select jsonb_agg(jsonb_build_object('key', n || '.' || k, 'limit', 1)) from generate_series(1, 100) k)))) from generate_series(1, 60) n)) \g /dev/null
+select is((select count(*) from queue.fetch(:worker, '{keys}', 1)), 1::bigint, 'jobs with 6,000 keys: the first of them runs');
+select is((select count(*) || ' ' || max(w.id) - min(w.id) from queue.waiting w where w.reason = 'parked'), '36 35', 'the last ones wait for another admission');
+select is((select max(w.id) from queue.waiting w where w.reason = 'parked'), (select max(j.id) from queue.jobs j), 'in the order of ids');
+select queue.defer('mine', queue => 'mine') \g /dev/null
+select pg_sleep(0.011) \g /dev/null
+select is((select count(*) from queue.fetch(:worker, '{mine}', 1)), 1::bigint, 'and later jobs do not wait for them');
+select queue.tick(), queue.tick() \g /dev/null
+select is((select count(*) from queue.active_job aj join queue.job j on j.id = aj.id where j.task = 'keys'), 60::bigint, 'all come in');
+select queue.delete_queue('keys', true), queue.delete_queue('mine', true) \g /dev/null
 
 -- Ordered locks across a backlog: creation order, although later transactions are admitted first
 select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'lock ' || n % 3, 'lock', 'l' || n % 3, 'priority', n % 5)) from generate_series(1, 300) n)) \g /dev/null

@@ -1,6 +1,6 @@
 -- Deferring: every argument of defer, defer_many, defer_trigger, and refusals. Defaults: defer/tasks.sql.
 
-select plan(293);
+select plan(297);
 
 create function pg_temp.shown(id bigint, variadic columns text[]) returns text language plpgsql as $$
 declare
@@ -243,6 +243,8 @@ create temp table bad as select v.call from (values
   ($$select queue.defer('t', scheduled_at => '-infinity')$$),
   ($$select queue.defer('t', needs => '{1,null}')$$),
   ($$select queue.defer('t', concurrency_key => 'k')$$),
+  ($$select queue.defer('t', concurrency_key => 'k', concurrency_limit => 1, options => jsonb_build_object('concurrency', (select jsonb_agg(jsonb_build_object('key', n::text, 'limit', 1)) from generate_series(1, 100) n)))$$),
+  ($$select queue.defer('t', needs => array_fill(1::bigint, '{100001}'))$$),
   ($$select queue.defer('t', concurrency_key => 'k', concurrency_limit => 0)$$),
   ($$select queue.defer('t', concurrency_key => 'k', concurrency_limit => -1)$$),
   ($$select queue.defer('t', concurrency_limit => 0)$$),
