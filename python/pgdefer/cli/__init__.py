@@ -14,17 +14,20 @@ import typer
 from . import (
     _db,
     _defer,
+    _demo,
     _durable,
     _graph,
     _group,
+    _install,
     _job,
+    _limit,
     _lock,
     _move_in,
     _pg,
     _psql,
     _queue,
-    _run,
     _schedule,
+    _share,
     _task,
     _top,
     _web,
@@ -34,11 +37,11 @@ from ._base import Exit, cli, fail
 
 __all__ = ["Exit", "main"]
 
-cli.callback()(_run.program)
-cli.command("install")(_run.install_command)
-cli.command()(_run.upgrade)
-cli.command()(_run.version)
-cli.command()(_run.demo)
+cli.callback()(_install.program)
+cli.command("install")(_install.install_command)
+cli.command()(_install.upgrade)
+cli.command()(_install.version)
+cli.command()(_demo.demo)
 cli.add_typer(_worker.workers, name="worker")
 cli.command()(_defer.defer)
 cli.add_typer(_job.jobs, name="job")
@@ -46,8 +49,8 @@ cli.command()(_durable.publish)
 cli.add_typer(_queue.queues, name="queue")
 cli.add_typer(_task.tasks, name="task")
 cli.add_typer(_lock.locks, name="lock")
-cli.add_typer(_lock.limits, name="limit")
-cli.add_typer(_lock.shares, name="share")
+cli.add_typer(_limit.limits, name="limit")
+cli.add_typer(_share.shares, name="share")
 cli.add_typer(_group.groups, name="group")
 cli.add_typer(_schedule.schedules, name="schedule")
 cli.command("move-in")(_move_in.move_in)

@@ -1,4 +1,4 @@
-"""`pgdefer install`, `upgrade`, `version` and `demo`."""
+"""`pgdefer install`, `upgrade` and `version`, and the options before a command."""
 
 from __future__ import annotations
 
@@ -95,15 +95,3 @@ def version(dsn: DSN = None, as_json: AsJson = False) -> None:
         out.print(f"database {tables or 'none: run `pgdefer install`'}")
     if source.is_chosen and tables is None:
         raise typer.Exit(Exit.NOT_INSTALLED)
-
-
-def demo(
-    dsn: DSN = None,
-    concurrency: Annotated[int, typer.Option("--concurrency", "-c", min=1)] = 20,
-    limit: Annotated[int | None, typer.Option(min=1, help="The maximum number of files.")] = None,
-) -> None:
-    """Run jobs over the files of Python's standard library, and show the results."""
-    from pgdefer.cli._demo import run  # noqa: PLC0415 (no other command needs it)
-
-    with reported():
-        run(Source(dsn), concurrency=concurrency, limit=limit, console=out)
