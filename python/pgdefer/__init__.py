@@ -39,8 +39,8 @@ from pgdefer.tasks.context import (
     RetryLater,
     current_job,
 )
-from pgdefer.tasks.failure_policy import Decision, HandlingOptions
 from pgdefer.tasks.group import Group
+from pgdefer.tasks.handling import Decision, HandlingOptions
 from pgdefer.tasks.hooks import JobEvent
 from pgdefer.tasks.infos import (
     GroupInfo,

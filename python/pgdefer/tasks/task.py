@@ -18,7 +18,7 @@ from pgdefer.options import DeferOptions, JobOptions, TaskOptions, as_list
 from pgdefer.tasks.batch import batch_parameters, check_batch
 from pgdefer.tasks.deferrable import Deferrable
 from pgdefer.tasks.deferrable_async import AsyncDeferrable
-from pgdefer.tasks.failure_policy import Execution, FailurePolicy, HandlingOptions
+from pgdefer.tasks.handling import Execution, FailurePolicy, HandlingOptions
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.middleware import check_middleware, check_task_middleware
 from pgdefer.tasks.option_checks import check_options, check_templates

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.context import JobContext
-from pgdefer.tasks.failure_policy import RETRY_POLICY_ONLY, FailurePolicy
+from pgdefer.tasks.handling import RETRY_POLICY_ONLY, FailurePolicy
 from pgdefer.tasks.interruptible import Interruptible
 from pgdefer.tasks.task import Task
 from pgdefer.worker.outcomes import Settled

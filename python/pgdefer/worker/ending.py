@@ -10,7 +10,7 @@ from typing import Any
 from pgdefer._text import full_type_name, logger, type_name
 from pgdefer.errors import TransactionLost
 from pgdefer.tasks.context import JobAborted, JobContext, JobTimeout, RetryLater
-from pgdefer.tasks.failure_policy import FailurePolicy
+from pgdefer.tasks.handling import FailurePolicy
 from pgdefer.worker import memory, outcomes
 
 __all__ = [

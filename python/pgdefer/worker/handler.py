@@ -17,7 +17,7 @@ from pgdefer.database.own_threads import in_own_thread
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.tasks.context import JobContext, Middleware, enter_job
 from pgdefer.tasks.error_report import error_text
-from pgdefer.tasks.failure_policy import RETRY_POLICY_ONLY
+from pgdefer.tasks.handling import RETRY_POLICY_ONLY
 from pgdefer.tasks.middleware import AsyncEntered, Entered
 from pgdefer.tasks.raised import suspension
 from pgdefer.tasks.task import Task

@@ -19,7 +19,7 @@ from typing import Any, Self, Unpack
 from pgdefer.database.own_threads import in_own_thread
 from pgdefer.errors import PgDeferError
 from pgdefer.tasks.context import JobContext, RetryLater, enter_job, leave_job
-from pgdefer.tasks.failure_policy import RETRY_POLICY_ONLY, Decision
+from pgdefer.tasks.handling import RETRY_POLICY_ONLY, Decision
 from pgdefer.tasks.raised import suspension
 from pgdefer.tasks.registry import Registry
 from pgdefer.worker import outcomes

@@ -10,7 +10,7 @@ from typing import Any
 from pgdefer._text import logger
 from pgdefer.errors import PgDeferError
 from pgdefer.tasks.context import JobAborted
-from pgdefer.tasks.failure_policy import RETRY_POLICY_ONLY
+from pgdefer.tasks.handling import RETRY_POLICY_ONLY
 from pgdefer.worker.claim import Claim
 from pgdefer.worker.ending import failed, outcome_of
 from pgdefer.worker.executor import Executor

@@ -36,7 +36,7 @@ LAYERS = [
     tasks.durable tasks.durable_async
     tasks.context tasks.job
     tasks.middleware tasks.hooks tasks.batch
-    tasks.failure_policy tasks.prepared
+    tasks.handling tasks.prepared
     tasks.submit tasks.submit_async
     tasks.deferrable tasks.deferrable_async tasks.group tasks.open_group
     tasks.task

@@ -27,7 +27,7 @@ from pgdefer.contrib.django.task_handlers import arguments_of, handler_of, param
 from pgdefer.database import sql
 from pgdefer.errors import DecodeError
 from pgdefer.options import DeferOptions, defer_parameters, job_id
-from pgdefer.tasks.failure_policy import HandlingOptions
+from pgdefer.tasks.handling import HandlingOptions
 from pgdefer.tasks.job import Job as DeferredJob
 from pgdefer.tasks.prepared import deferring
 from pgdefer.tasks.prepared_job import PreparedJob

@@ -18,7 +18,7 @@ from pgdefer.database import sql
 from pgdefer.database.callers import rows_on_django
 from pgdefer.database.install import is_at_least, offered_version
 from pgdefer.options import JobOptions
-from pgdefer.tasks.failure_policy import Execution, FailurePolicy
+from pgdefer.tasks.handling import Execution, FailurePolicy
 from pgdefer.tasks.option_checks import check_options
 from pgdefer.tasks.task import AllTaskOptions
 

@@ -1,4 +1,4 @@
-"""Options of a task that only the worker's process uses: where it runs, and how it fails."""
+"""How the worker handles the jobs of a task: where it runs them, and which errors it retries."""
 
 from __future__ import annotations
 
