@@ -11,10 +11,10 @@ from typing import Annotated, Any, NoReturn
 import psycopg
 import typer
 
-from pgdefer.database import moving
+from pgdefer.database import move_in_sql
 from pgdefer.errors import PgDeferError, translate
 
-from . import _show, _solid
+from . import _move_in_solid_queue, _show
 from ._base import DSN, AsJson, DryRun, Exit, Session, fail, one_line, out, reported, session
 
 
@@ -38,16 +38,16 @@ _DJANGO = (Origin.django_tasks_db, Origin.steady_queue)
 # is left.
 STATEMENTS = {
     Origin.procrastinate: (
-        moving.PROCRASTINATE_LOCK,
-        moving.PROCRASTINATE_NEXT,
-        moving.PROCRASTINATE,
-        moving.PROCRASTINATE_LEFT,
+        move_in_sql.PROCRASTINATE_LOCK,
+        move_in_sql.PROCRASTINATE_NEXT,
+        move_in_sql.PROCRASTINATE,
+        move_in_sql.PROCRASTINATE_LEFT,
     ),
     Origin.tasks: (
-        moving.TASKS_LOCK,
-        moving.TASKS_NEXT,
-        moving.TASKS,
-        moving.TASKS_LEFT,
+        move_in_sql.TASKS_LOCK,
+        move_in_sql.TASKS_NEXT,
+        move_in_sql.TASKS,
+        move_in_sql.TASKS_LEFT,
     ),
 }
 
@@ -70,7 +70,7 @@ def move_in(
         counts = _from_django(origin, dry_run=dry_run)
     elif origin is Origin.solid_queue:
         with session(dsn, dry_run=dry_run) as on:
-            counts = _solid.move_in(on)
+            counts = _move_in_solid_queue.move_in(on)
     else:
         with session(dsn, dry_run=dry_run) as on:
             counts = _by_sql(on, origin)
@@ -97,9 +97,9 @@ def _by_sql(on: Session, origin: Origin) -> dict[str, int]:
     lock, _, move, count = STATEMENTS[origin]
     counts = {"moved": 0, "locked": 0, "scheduled": 0}
     with on.transaction():
-        with moving.tables_of(origin.value):
+        with move_in_sql.tables_of(origin.value):
             on.execute(lock)
-        after = moving.BELOW_ALL
+        after = move_in_sql.BELOW_ALL
         while True:
             try:
                 with on.transaction():
@@ -116,7 +116,7 @@ def _by_sql(on: Session, origin: Origin) -> dict[str, int]:
 
 
 def _some(after: int, most: int) -> dict[str, Any]:
-    return {"after": after, "most": most, "options": json.dumps(moving.UNCHANGED)}
+    return {"after": after, "most": most, "options": json.dumps(move_in_sql.UNCHANGED)}
 
 
 def _name_row(on: Session, origin: Origin, after: int, error: psycopg.Error) -> NoReturn:

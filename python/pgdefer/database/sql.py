@@ -1,4 +1,4 @@
-"""The statements of the package, but for those of `moving`, `contrib/web` and `contrib/cluster`.
+"""The statements of the package, but for those of move_in_sql, contrib/web and contrib/cluster.
 
 Parameters are written `:name`, as SQLAlchemy's `text` requires; `.psycopg` is psycopg's form.
 """

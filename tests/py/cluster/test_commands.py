@@ -65,7 +65,7 @@ def test_a_role_without_rights_is_told_so(cluster: Cluster, dsns: dict[str, str]
 
 @pytest.mark.usefixtures("cluster")
 def test_a_second_mover_is_refused(dsns: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pgdefer.contrib.cluster.moving.time.sleep", lambda _: None)
+    monkeypatch.setattr("pgdefer.contrib.cluster.move_slot.time.sleep", lambda _: None)
     move = ["move", "--dsn", dsns["a"], "5", "b"]
     with psycopg.connect(dsns["a"], autocommit=True) as mover:
         mover.execute("select queue.shard_leave(5, 'b'), queue.shard_mover(5)")

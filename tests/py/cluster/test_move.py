@@ -22,7 +22,7 @@ from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 
 from pgdefer import App
-from pgdefer.contrib.cluster import Cluster, SlotBusy, moving, shard_of, sql
+from pgdefer.contrib.cluster import Cluster, SlotBusy, move_slot, shard_of, sql
 from pgdefer.contrib.cluster.shards import part_of
 from pgdefer.database.install import install
 from workers import wait_for
@@ -184,8 +184,8 @@ MOVERS = """
 import os, signal, sys, json
 from pgdefer import App
 from pgdefer.contrib.cluster import Cluster
-from pgdefer.contrib.cluster import moving
-parts, real, count = json.loads(sys.argv[2]), moving.execute, 0
+from pgdefer.contrib.cluster import move_slot
+parts, real, count = json.loads(sys.argv[2]), move_slot.execute, 0
 def execute(connection, statement, parameters):
     global count
     found = real(connection, statement, parameters)
@@ -194,7 +194,7 @@ def execute(connection, statement, parameters):
     if count == step:
         os.kill(os.getpid(), signal.SIGKILL)
     return found
-moving.execute = execute
+move_slot.execute = execute
 for step in map(int, sys.stdin):
     mover = os.fork()
     if mover == 0:
@@ -353,7 +353,7 @@ def test_an_open_transaction_keeps_the_slot_for_as_long_as_patience(
     clock = itertools.count(0, 0.5)
     now = 0.0
     closed: list[float] = []
-    real = moving.execute
+    real = move_slot.execute
 
     def monotonic() -> float:
         nonlocal now
@@ -368,8 +368,8 @@ def test_an_open_transaction_keeps_the_slot_for_as_long_as_patience(
     with psycopg.connect(dsns["a"]) as producer:
         cluster.defer("work", {}, lock=key, connection=producer)
         with monkeypatch.context() as patch:
-            patch.setattr(moving, "execute", execute)
-            patch.setattr(moving, "time", types.SimpleNamespace(monotonic=monotonic))
+            patch.setattr(move_slot, "execute", execute)
+            patch.setattr(move_slot, "time", types.SimpleNamespace(monotonic=monotonic))
             with pytest.raises(SlotBusy, match="an open transaction has deferred for it"):
                 cluster.move(SLOT, "b", patience=3)
         producer.commit()

@@ -15,7 +15,7 @@ from psycopg.types.json import Jsonb
 
 from pgdefer import App, InvalidParameter
 from pgdefer.contrib import cluster as package
-from pgdefer.contrib.cluster import Cluster, install, moving, shard_of, sql
+from pgdefer.contrib.cluster import Cluster, install, move_slot, shard_of, sql
 from pgdefer.contrib.cluster.shards import part_of
 from pgdefer.database import install as installing
 from pgdefer.database.server import EmbeddedServer
@@ -72,7 +72,7 @@ def test_a_move_without_its_last_step_is_followed(
     """The slot moves on, and back to the shard that has not heard of the end."""
     (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
     cluster.defer("work", {}, shard_key=key)
-    real = moving._Mover.call
+    real = move_slot._Mover.call
 
     def call(mover: Any, connection: Any, statement: Statement, **parameters: Any) -> Any:
         if statement is sql.MOVED and connection is mover.source:
@@ -81,7 +81,7 @@ def test_a_move_without_its_last_step_is_followed(
 
     for target in ("b", "c"):
         with monkeypatch.context() as patch:
-            patch.setattr(moving._Mover, "call", call)
+            patch.setattr(move_slot._Mover, "call", call)
             with pytest.raises(KeyboardInterrupt):
                 cluster.move(SLOT, target)
     assert cluster.move(SLOT, "a").is_done
@@ -117,7 +117,7 @@ def test_check_reports_jobs_under_way(
     for _ in range(2):
         cluster.defer("work", {}, shard_key=key)
     with monkeypatch.context() as patch:
-        patch.setattr(moving._Mover, "arrive", lambda *_: 1 / 0)
+        patch.setattr(move_slot._Mover, "arrive", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             cluster.move(SLOT, "b")
     wrong = [
@@ -241,7 +241,7 @@ def test_a_target_that_has_forgotten_parts(
     (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
     cluster.defer("work", {}, shard_key=key)
     cluster.close()
-    real = moving._Mover.call
+    real = move_slot._Mover.call
 
     def call(mover: Any, connection: Any, statement: Statement, **parameters: Any) -> Any:
         if statement is sql.MOVED:
@@ -250,7 +250,7 @@ def test_a_target_that_has_forgotten_parts(
 
     rows(dsns["b"], "select queue.shard_receive(%s, 'a', 2, queue.shard_format())", [SLOT])
     with restored(server, "b"), monkeypatch.context() as patch:
-        patch.setattr(moving._Mover, "call", call)
+        patch.setattr(move_slot._Mover, "call", call)
         with pytest.raises(KeyboardInterrupt):
             Cluster(App(), dsns["a"]).move(SLOT, "b")
     late = Cluster(app, dsns["a"])

@@ -18,7 +18,7 @@ LAYERS = [
     database.own_threads
     errors database.addresses
     options codec database.callers
-    database.install database.moving
+    database.install database.move_in_sql
     database.source
     database.pool database.connection database.pool_source
     database.callers_pool database.callers_pool_async

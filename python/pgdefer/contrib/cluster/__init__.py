@@ -16,7 +16,7 @@ from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.deferring import Deferring
 from pgdefer.contrib.cluster.deferring_async import AsyncDeferring
 from pgdefer.contrib.cluster.install import install, self_of
-from pgdefer.contrib.cluster.moving import Move, SlotBusy, move
+from pgdefer.contrib.cluster.move_slot import Move, SlotBusy, move
 from pgdefer.contrib.cluster.shards import SLOTS, ShardMap, shard_of
 from pgdefer.errors import InvalidParameter, PgDeferError
 

@@ -17,7 +17,7 @@ from django.utils.module_loading import import_string
 
 from pgdefer.contrib.django import app, conf
 from pgdefer.contrib.django.backend import PgDeferBackend, PgDeferTask
-from pgdefer.database import moving
+from pgdefer.database import move_in_sql
 from pgdefer.errors import PgDeferError
 from pgdefer.options import limit_of_semaphore
 from pgdefer.tasks.prepared_job import PreparedJob
@@ -41,15 +41,15 @@ def move_in(origin: str, *, dry_run: bool) -> dict[str, int]:
 
 def _from_tasks_db(connection: Any) -> dict[str, int]:
     counts = {"moved": 0, "locked": 0, "scheduled": 0, "behind": 0}
-    with moving.tables_of("django-tasks-db"), connection.cursor() as cursor:
-        cursor.execute(moving.DJANGO_LOCK.text)
-    while rows := app.client.call(moving.DJANGO, {}, connection):
+    with move_in_sql.tables_of("django-tasks-db"), connection.cursor() as cursor:
+        cursor.execute(move_in_sql.DJANGO_LOCK.text)
+    while rows := app.client.call(move_in_sql.DJANGO, {}, connection):
         jobs = app.defer_many([_tasks_db_call(row) for row in rows])
         moved = {"ids": [row[0] for row in rows], "jobs": [job.id for job in jobs]}
-        app.client.call(moving.DJANGO_END, moved, connection)
+        app.client.call(move_in_sql.DJANGO_END, moved, connection)
         counts["moved"] += len(rows)
         counts["scheduled"] += sum(row[-1] for row in rows)
-    ((counts["running"],),) = app.client.call(moving.DJANGO_LEFT, {}, connection)
+    ((counts["running"],),) = app.client.call(move_in_sql.DJANGO_LEFT, {}, connection)
     return counts
 
 
@@ -75,7 +75,7 @@ def _call(
     assert isinstance(backend, PgDeferBackend)
     if changes.get("run_after") is None:
         changes = {**changes, "delay": dt.timedelta(0)}
-    changed = task.using(headers=headers, queueing_lock="", **moving.UNCHANGED, **changes)
+    changed = task.using(headers=headers, queueing_lock="", **move_in_sql.UNCHANGED, **changes)
     return backend.prepared(changed, args, kwargs)
 
 
@@ -98,31 +98,31 @@ def _task(path: str, id: object) -> PgDeferTask:
 
 def _from_steady(connection: Any) -> dict[str, int]:
     counts = {"moved": 0, "limited": 0, "scheduled": 0}
-    with moving.tables_of("steady-queue"), connection.cursor() as cursor:
+    with move_in_sql.tables_of("steady-queue"), connection.cursor() as cursor:
         for statement in (
-            moving.STEADY_LOCK,
-            moving.STEADY_LOCK_MORE,
-            moving.STEADY_LOCK_CLAIMED,
+            move_in_sql.STEADY_LOCK,
+            move_in_sql.STEADY_LOCK_MORE,
+            move_in_sql.STEADY_LOCK_CLAIMED,
         ):
             cursor.execute(statement.text)
     slots: dict[str, int | None] = {}
     held: list[str] = []
-    for key, is_held, found in app.client.call(moving.STEADY_KEYS, {}, connection):
+    for key, is_held, found in app.client.call(move_in_sql.STEADY_KEYS, {}, connection):
         if is_held:
             held.append(key)
         else:
             slots[key] = found
-    asked: dict[str, Any] = {"after": moving.BELOW_ALL, "held": held}
-    while rows := app.client.call(moving.STEADY, asked, connection):
+    asked: dict[str, Any] = {"after": move_in_sql.BELOW_ALL, "held": held}
+    while rows := app.client.call(move_in_sql.STEADY, asked, connection):
         app.defer_many([_steady_call(row, slots) for row in rows])
-        app.client.call(moving.STEADY_END, {"ids": [row[0] for row in rows]}, connection)
+        app.client.call(move_in_sql.STEADY_END, {"ids": [row[0] for row in rows]}, connection)
         asked["after"] = rows[-1][0]
         counts["moved"] += len(rows)
         counts["limited"] += sum(row[6] is not None for row in rows)
         counts["scheduled"] += sum(row[7] for row in rows)
-    app.client.call(moving.STEADY_SLOTS, {"keys": list(slots)}, connection)
+    app.client.call(move_in_sql.STEADY_SLOTS, {"keys": list(slots)}, connection)
     names = ("behind", "running", "failed", "recurring", "paused")
-    (left,) = app.client.call(moving.STEADY_LEFT, {}, connection)
+    (left,) = app.client.call(move_in_sql.STEADY_LEFT, {}, connection)
     return counts | dict(zip(names, left, strict=True))
 
 

@@ -9,7 +9,7 @@ from decimal import Decimal
 from typing import Any
 
 from pgdefer.codec import Codec
-from pgdefer.database import moving, sql
+from pgdefer.database import move_in_sql, sql
 from pgdefer.errors import PgDeferError
 from pgdefer.options import limit_of_semaphore
 
@@ -36,29 +36,29 @@ def move_in(on: Session) -> dict[str, int]:
     """Take over its waiting jobs, and return how many."""
     counts = {"moved": 0, "limited": 0, "scheduled": 0}
     with on.transaction():
-        on.execute(moving.SOLID_TIMES)
-        with moving.tables_of("solid-queue"):
-            on.execute(moving.SOLID_LOCK)
-            on.execute(moving.SOLID_LOCK_MORE)
-            on.execute(moving.SOLID_LOCK_CLAIMED)
+        on.execute(move_in_sql.SOLID_TIMES)
+        with move_in_sql.tables_of("solid-queue"):
+            on.execute(move_in_sql.SOLID_LOCK)
+            on.execute(move_in_sql.SOLID_LOCK_MORE)
+            on.execute(move_in_sql.SOLID_LOCK_CLAIMED)
         slots: dict[str, int | None] = {}
         held: list[str] = []
-        for row in on.call(moving.SOLID_KEYS).values:
+        for row in on.call(move_in_sql.SOLID_KEYS).values:
             if row["is_held"]:
                 held.append(row["key"])
             else:
                 slots[row["key"]] = row["slots"]
-        asked: dict[str, Any] = {"after": moving.BELOW_ALL, "held": held}
-        while rows := on.call(moving.SOLID, asked).values:
+        asked: dict[str, Any] = {"after": move_in_sql.BELOW_ALL, "held": held}
+        while rows := on.call(move_in_sql.SOLID, asked).values:
             jobs = json.dumps([_job(row, slots) for row in rows])
             on.call(sql.DEFER_MANY, {"jobs": jobs})
-            on.call(moving.SOLID_END, {"ids": [row["id"] for row in rows]})
+            on.call(move_in_sql.SOLID_END, {"ids": [row["id"] for row in rows]})
             asked["after"] = rows[-1]["id"]
             counts["moved"] += len(rows)
             counts["limited"] += sum(row["concurrency_key"] is not None for row in rows)
             counts["scheduled"] += sum(row["is_scheduled"] for row in rows)
-        on.call(moving.SOLID_SLOTS, {"keys": list(slots)})
-        return counts | on.call(moving.SOLID_LEFT).values[0]
+        on.call(move_in_sql.SOLID_SLOTS, {"keys": list(slots)})
+        return counts | on.call(move_in_sql.SOLID_LEFT).values[0]
 
 
 def _job(row: Mapping[str, Any], slots: Mapping[str, int | None]) -> dict[str, Any]:
@@ -73,7 +73,7 @@ def _job(row: Mapping[str, Any], slots: Mapping[str, int | None]) -> dict[str, A
     told = ("locale", "timezone", "executions")
     headers = {"id": row["id"], "active_job_id": stored.get("job_id")}
     headers |= {name: stored[name] for name in told if stored.get(name) is not None}
-    options = moving.UNCHANGED | {"headers": {"solid_queue": headers}}
+    options = move_in_sql.UNCHANGED | {"headers": {"solid_queue": headers}}
     job = {
         "task": row["class_name"],
         "args": args,
