@@ -16,9 +16,9 @@ import psycopg
 
 from pgdefer.codec import Codec
 from pgdefer.database import sql
-from pgdefer.database.backoff import Backoff
 from pgdefer.database.connection import ConnectionLost, NotifyConnection, Rows
 from pgdefer.database.execute import execute
+from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.pool import SyncPool, cursor
 from pgdefer.database.source import AsyncPsycopgConnection, PsycopgConnection, Source, close_now
 from pgdefer.database.sql import Statement
@@ -67,7 +67,7 @@ def _look(id: int, connection: PsycopgConnection) -> list[str]:
 def wait(id: int, timeout: float | None, pool: SyncPool, source: Source, codec: Codec) -> Any:
     """Return the job's result once it has succeeded; see `App.result`."""
     end = math.inf if timeout is None else time.monotonic() + timeout
-    lost = Backoff()
+    lost = GrowingDelay()
     while True:
         try:
             with (
@@ -84,7 +84,7 @@ def wait(id: int, timeout: float | None, pool: SyncPool, source: Source, codec: 
         except psycopg.Error as error:
             if not is_lost(error):
                 raise
-            delay = lost.delay()
+            delay = lost.next()
             if time.monotonic() + delay > end:
                 raise _late(id, timeout, []) from error
             time.sleep(delay)
@@ -94,14 +94,14 @@ def _wait(
     id: int, end: float, connection: PsycopgConnection, listening: _Listening, *, hears: bool
 ) -> tuple[Any] | None:
     """Return the stored result, or None at `end`."""
-    pause = Backoff(POLL_FIRST, POLL_LAST)
+    pause = GrowingDelay(POLL_FIRST, POLL_LAST)
     while True:
         row = execute(connection, sql.RESULT, {"id": id})[0]
         if _has_succeeded(id, row):
             return (row[1],)
         channel, wait_for = row[3], row[4].total_seconds()
         if channel is None or not hears:
-            wait_for = pause.delay()
+            wait_for = pause.next()
         elif listening.to is None:
             listening.start(channel)
             continue
@@ -205,7 +205,7 @@ class Waiter(NotifyConnection):
 
     async def _wait(self, id: int) -> str | None:
         event = asyncio.Event()
-        pause, lost = Backoff(POLL_FIRST, POLL_LAST), Backoff()
+        pause, lost = GrowingDelay(POLL_FIRST, POLL_LAST), GrowingDelay()
         channel: str | None = None
         try:
             while True:
@@ -218,13 +218,13 @@ class Waiter(NotifyConnection):
                 except ConnectionLost as error:
                     if error.lasting_cause is not None:
                         raise error.lasting_cause from None
-                    await asyncio.sleep(lost.delay())
+                    await asyncio.sleep(lost.next())
                     continue
                 if _has_succeeded(id, row):
                     stored: str | None = row[1]
                     return stored
                 if row[3] is None or self._source.notify_source is None:
-                    await asyncio.sleep(pause.delay())
+                    await asyncio.sleep(pause.next())
                 elif channel is None:
                     channel = row[3]
                     self._waiting[channel].add(event)

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 
 from pgdefer.client.client import Client
 from pgdefer.database import sql
-from pgdefer.database.backoff import Backoff
 from pgdefer.database.callers import OWN, AnyAsyncConnection
+from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.options import ENDED, checked_interval, checked_mapping, checked_option, checked_time
 from pgdefer.tasks.answers import outcome_of, value_of
 
@@ -49,7 +49,7 @@ class AsyncJobCalls(Generic[R_co]):
 
         While the job runs, this polls for more. With `after`, only values with a greater number.
         """
-        waits = Backoff(first=0.02, last=1.0)
+        waits = GrowingDelay(first=0.02, last=1.0)
         while True:
             state = await self.state_async()
             parameters = {"id": self.id, "stream": stream, "after": after}
@@ -62,7 +62,7 @@ class AsyncJobCalls(Generic[R_co]):
             elif state in ENDED:
                 return
             else:
-                await asyncio.sleep(waits.delay())
+                await asyncio.sleep(waits.next())
 
     # Changing
 

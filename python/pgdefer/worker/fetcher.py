@@ -24,8 +24,8 @@ import psycopg
 from pgdefer._text import logger
 from pgdefer.client.client import Client
 from pgdefer.database import sql
-from pgdefer.database.backoff import Backoff
 from pgdefer.database.connection import Connection, ConnectionLost
+from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.errors import WorkerGone, describe, is_refused
 from pgdefer.tasks.context import JobContext
 from pgdefer.worker import outcomes
@@ -106,7 +106,7 @@ class Fetcher:
         self._polls = 0
         self._has_news = False
         self._found_at: collections.deque[float] = collections.deque(maxlen=BURST_FINDS)
-        self._refusals = Backoff(last=1.0)
+        self._refusals = GrowingDelay(last=1.0)
         self._lost_claim_checks: list[float] = []
         self._has_fetched = False
 
@@ -117,13 +117,13 @@ class Fetcher:
 
     async def run(self) -> None:
         """Register, and fetch; connect again where the connection is lost."""
-        backoff = Backoff()
+        delays = GrowingDelay()
         state = self._state
         while state.id is not None or not state.is_stopping or self._has_work:
             try:
                 async with self._turnstile():
                     await self._begin()
-                backoff.reset()
+                delays.reset()
                 await self.run_connected()
                 return
             except WorkerGone:
@@ -143,7 +143,7 @@ class Fetcher:
                 self._lost_claim_checks = [now + delay for delay in LOST_CLAIM_CHECKS]
                 if self._may_end(was_refused=refusal is not None):
                     return
-                await state.pause(backoff.delay())
+                await state.pause(delays.next())
 
     def _may_end(self, *, was_refused: bool) -> bool:
         """Whether to end without a connection: nothing is left to report, or it can't be."""
@@ -508,9 +508,9 @@ class Fetcher:
 
     async def listen_again(self) -> None:
         """Listen again to what is meant for this worker."""
-        backoff = Backoff()
+        delays = GrowingDelay()
         while not self._state.at_once.is_set():
             with contextlib.suppress(ConnectionLost, psycopg.Error):
                 await self._listener.listen_again()
                 return
-            await self._state.pause(backoff.delay())
+            await self._state.pause(delays.next())

@@ -16,8 +16,8 @@ import psycopg
 
 from pgdefer._text import logger
 from pgdefer.database import sql
-from pgdefer.database.backoff import Backoff
 from pgdefer.database.connection import Connection, ConnectionLost, Rows
+from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.own_threads import in_own_thread
 from pgdefer.database.source import Source
 from pgdefer.errors import describe, sqlstate_of
@@ -214,20 +214,20 @@ class Heartbeat:
         # that. Several workers do not send theirs all at the same time.
         part = 1.0 if self._has_own_thread else random.random()  # noqa: S311
         delay = self._interval * part
-        backoff = Backoff(last=2.0)
+        delays = GrowingDelay(last=2.0)
         while not self._is_stopped:
             try:
                 await self._beat(delay)
             except Exception:
                 log.exception("heartbeats were interrupted")
-                await asyncio.sleep(backoff.delay())
+                await asyncio.sleep(delays.next())
                 delay = 0.0
 
     async def _beat(self, delay: float) -> None:
         self._event = asyncio.Event()
         self._thread.looks.add(self._look)
         connection = Connection(self._source, self._interval)
-        backoff = Backoff(last=2.0)
+        delays = GrowingDelay(last=2.0)
         try:
             await self._rest(connection, delay)
             while not self._is_stopped:
@@ -241,14 +241,14 @@ class Heartbeat:
                             self.beat_at = sent_at
                         aborts = [(row[0], row[1], row[2]) for row in rows]
                         self._tell(self._on_beat, aborts)
-                        backoff.reset()
+                        delays.reset()
                 except (ConnectionLost, psycopg.Error) as error:
                     if sqlstate_of(error) == "QJ007":
                         if self._worker == worker:
                             self._worker = None
                         self._tell(self._on_gone, worker)
                     else:
-                        delay = backoff.delay()
+                        delay = delays.next()
                         log.warning("no heartbeat: %s", describe(error))
                 await self._rest(connection, delay)
         finally:

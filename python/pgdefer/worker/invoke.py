@@ -12,9 +12,9 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from pgdefer._text import logger
-from pgdefer.database.backoff import Backoff
 from pgdefer.database.callers import AnyConnection, is_django
 from pgdefer.database.execute import execute
+from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.pool import SyncPool
 from pgdefer.tasks.context import JobContext, RetryLater
 from pgdefer.tasks.task import Task
@@ -115,11 +115,11 @@ def _opened(
     job: JobContext, stack: contextlib.ExitStack, pool: SyncPool
 ) -> psycopg.Connection[Any]:
     """Return a connection. If it can't connect it waits, because that is not the job's fault."""
-    waits = Backoff(last=1.0)
+    waits = GrowingDelay(last=1.0)
     while True:
         try:
             return stack.enter_context(pool.connection(waits=False, undo=True))
         except psycopg.OperationalError as error:
             log.warning("%r waits for a connection: %s", job, error)
-        time.sleep(waits.delay())
+        time.sleep(waits.next())
         job.check_abort()

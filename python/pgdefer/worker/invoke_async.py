@@ -11,9 +11,9 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from pgdefer._text import logger
-from pgdefer.database.backoff import Backoff
 from pgdefer.database.callers import AnyAsyncConnection, is_django
 from pgdefer.database.execute_async import execute_async
+from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.pool import AsyncPool
 from pgdefer.tasks.context import JobContext, RetryLater
 from pgdefer.tasks.task import Task
@@ -116,11 +116,11 @@ async def _opened_async(
     job: JobContext, stack: contextlib.AsyncExitStack, pool: AsyncPool
 ) -> psycopg.AsyncConnection[Any]:
     """Return a connection. If it can't connect it waits, because that is not the job's fault."""
-    waits = Backoff(last=1.0)
+    waits = GrowingDelay(last=1.0)
     while True:
         try:
             return await stack.enter_async_context(pool.connection(waits=False, undo=True))
         except psycopg.OperationalError as error:
             log.warning("%r waits for a connection: %s", job, error)
-        await asyncio.sleep(waits.delay())
+        await asyncio.sleep(waits.next())
         job.check_abort()

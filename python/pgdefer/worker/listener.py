@@ -12,8 +12,8 @@ import psycopg
 
 from pgdefer._text import logger
 from pgdefer.database import sql
-from pgdefer.database.backoff import Backoff
 from pgdefer.database.connection import ConnectionLost, NotifyConnection, Rows
+from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.source import AsyncPsycopgConnection, Source
 from pgdefer.errors import describe
 
@@ -61,7 +61,7 @@ class SleepListener(NotifyConnection):
         self._on_pause = on_pause
         self._on_connection_lost = on_connection_lost
         self._wanted: list[str] = []
-        self._backoff = Backoff()
+        self._delays = GrowingDelay()
         self._not_before = 0.0
         self.holds_sleep_lock = False
         # While `after_sleep` is under way: what comes next waits for that, in the lock's order.
@@ -101,9 +101,9 @@ class SleepListener(NotifyConnection):
                 # The database took note of a session that no longer listens.
         except ConnectionLost as error:
             log.warning("the listening connection was lost: %s", error)
-            self._not_before = loop.time() + self._backoff.delay()
+            self._not_before = loop.time() + self._delays.next()
             return Sleep(1.0)
-        self._backoff.reset()
+        self._delays.reset()
         self.holds_sleep_lock = bool(channels)
         sleep = Sleep.of(rows[0], has_listened=has_listened)
         self._look_after = sleep.look_after

@@ -15,7 +15,7 @@ import psycopg
 from pgdefer._text import database_in_logs, logger
 from pgdefer.client.base import Refusal
 from pgdefer.client.client import Client
-from pgdefer.database.backoff import Backoff
+from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.own_threads import in_own_thread
 from pgdefer.database.source import Source
 from pgdefer.errors import InvalidParameter, PgDeferError, describe, translate
@@ -314,7 +314,7 @@ class MultiWorker:
     async def _serve(self, served: _Served) -> None:
         """Work for one database; try again where it refuses that."""
         database_in_logs.set(served.database.name)
-        backoff = Backoff(RETRY_FIRST, RETRY_LAST)
+        delays = GrowingDelay(RETRY_FIRST, RETRY_LAST)
         with served.client.entered():
             while not served.is_stopping:
                 worker = self._worker(served)
@@ -334,9 +334,9 @@ class MultiWorker:
                     self._errors[served.database.name] = served.said
                     return
                 if clock() - began > RETRY_LAST:
-                    backoff.reset()
+                    delays.reset()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(served.stopped.wait(), backoff.delay())
+                    await asyncio.wait_for(served.stopped.wait(), delays.next())
 
     def _worker(self, served: _Served) -> Worker:
         worker = Worker(served.app(self.app), self._queues, **self._options)

@@ -17,8 +17,8 @@ import psycopg
 from pgdefer._text import logger
 from pgdefer._version import __version__
 from pgdefer.database import sql
-from pgdefer.database.backoff import Backoff
 from pgdefer.database.connection import Connection
+from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.source import AsyncPsycopgConnection
 from pgdefer.errors import WorkerGone, describe, sqlstate_of, translate
 from pgdefer.options import interval_text
@@ -131,34 +131,34 @@ class Registration:
 
     async def ask(self, statement: sql.Statement, **parameters: object) -> list[tuple[Any, ...]]:
         """Make a call on the main connection; retry temporary errors, raise permanent ones."""
-        backoff = Backoff()
+        delays = GrowingDelay()
         while True:
             try:
                 return await self._connection.call(statement, **parameters)
             except psycopg.Error as error:
-                await self.try_again(error, backoff)
+                await self.try_again(error, delays)
 
     async def _with_connection(
         self, function: Callable[[AsyncPsycopgConnection], Awaitable[object]]
     ) -> None:
         """Run a function with the main connection; retry as `ask` does."""
-        backoff = Backoff()
+        delays = GrowingDelay()
         while True:
             try:
                 async with self._connection.lend() as connection:
                     await function(connection)
             except psycopg.Error as error:
-                await self.try_again(error, backoff)
+                await self.try_again(error, delays)
             else:
                 return
 
-    async def try_again(self, error: psycopg.Error, backoff: Backoff) -> None:
+    async def try_again(self, error: psycopg.Error, delays: GrowingDelay) -> None:
         """Wait before the next try. Raises permanent errors, and Refused if there is no more."""
         raise_fatal(error)
         if self._state.is_stopping and not self._has_work():
             raise Refused(describe(error)) from error
         log.warning("trying again: %s", describe(error))
-        await self._state.pause(backoff.delay())
+        await self._state.pause(delays.next())
         if self._state.at_once.is_set():
             raise Refused(describe(error)) from error
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from pgdefer._text import logger
-from pgdefer.database.backoff import Backoff
+from pgdefer.database.growing_delay import GrowingDelay
 
 __all__ = ["Supervisor", "SupervisorChannel"]
 
@@ -143,7 +143,7 @@ class Supervisor:
 
     async def _keep(self) -> None:
         """Keep one process running."""
-        backoff = Backoff()
+        delays = GrowingDelay()
         replaces: int | None = None
         while not self._stopping.is_set():
             try:
@@ -156,11 +156,11 @@ class Supervisor:
                     return
                 replaces = process.worker or replaces
                 if process.beats > MISSES:
-                    backoff.reset()
+                    delays.reset()
                 if code == 0:
                     continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), backoff.delay())
+                await asyncio.wait_for(self._stopping.wait(), delays.next())
 
     async def _watch(self, process: WorkerProcess) -> int:
         """Wait until a process has ended; end the others if its exit code requires that."""

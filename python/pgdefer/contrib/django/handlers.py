@@ -15,7 +15,7 @@ from django.db import OperationalError, connections, transaction
 
 from pgdefer._text import logger
 from pgdefer.contrib.django.connections import close_connections, renew_connections
-from pgdefer.database.backoff import Backoff
+from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.own_threads import has_running_loop
 from pgdefer.tasks.context import JobContext, current_job
 
@@ -96,7 +96,7 @@ def atomic_handler(alias: str) -> Iterator[Any]:
 def _open(connection: Any) -> None:
     """Connect. If that fails it waits, because this is not the job's fault."""
     job = current_job()
-    waits = Backoff(last=1.0)
+    waits = GrowingDelay(last=1.0)
     while True:
         try:
             connection.ensure_connection()
@@ -104,7 +104,7 @@ def _open(connection: Any) -> None:
             log.warning("%r waits for a connection: %s", job, error)
         else:
             return
-        time.sleep(waits.delay())
+        time.sleep(waits.next())
         job.check_abort()
 
 

@@ -1,13 +1,13 @@
-"""Delays between attempts."""
+"""Delays between attempts of the package's own calls; retries of jobs have queue.backoff."""
 
 from __future__ import annotations
 
 import random
 
-__all__ = ["Backoff"]
+__all__ = ["GrowingDelay"]
 
 
-class Backoff:
+class GrowingDelay:
     """Delays between attempts: from 0.1 s, doubling up to 5 s, less a random part."""
 
     def __init__(self, first: float = 0.1, last: float = 5.0) -> None:
@@ -19,7 +19,7 @@ class Backoff:
         """Start over, after a success."""
         self._next = self._first
 
-    def delay(self) -> float:
+    def next(self) -> float:
         """Return the time to wait now, in seconds."""
         delay = self._next
         self._next = min(self._next * 2, self._last)
