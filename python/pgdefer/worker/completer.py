@@ -19,8 +19,8 @@ from pgdefer.database import sql
 from pgdefer.database.connection import Connection, ConnectionLost
 from pgdefer.errors import PgDeferError, describe, is_transient, sqlstate_of
 from pgdefer.worker import outcomes
+from pgdefer.worker.announcer import Announcer
 from pgdefer.worker.claim import Claim
-from pgdefer.worker.reporting import Reporter
 
 __all__ = ["FATAL", "Completer", "may_be_taken_later", "outcomes_json"]
 
@@ -44,13 +44,13 @@ Outcome = tuple[Claim, str]
 class Completer:
     """The outcomes that are not written yet, in the order in which they came."""
 
-    def __init__(self, reporter: Reporter) -> None:
+    def __init__(self, announcer: Announcer) -> None:
         self.unsent: list[Outcome] = []
-        #: Whether one of them may not be a success: the settled states of such jobs are reported.
+        #: Whether one of them may not be a success: the settled states of such jobs are announced.
         self.has_others = False
-        #: Those that were refused because their claims had ended: `tell_ends` asks how.
+        #: Those that were refused because their claims had ended: `announce_ends` asks how.
         self.too_late: list[Outcome] = []
-        self._reporter = reporter
+        self._announcer = announcer
         # How often an outcome was refused on its own.
         self._refused: collections.Counter[Claim] = collections.Counter()
 
@@ -84,15 +84,15 @@ class Completer:
             if error is not None:
                 self.on_refused(id, number, error, sending)
             elif (id, number) in sent:
-                self._reporter.taken(*sent[id, number], state)
+                self._announcer.taken(*sent[id, number], state)
 
-    def report_successes(self, sent: Sequence[Outcome], rows: Sequence[tuple[Any, ...]]) -> None:
-        """Report the successes that finish_and_fetch has accepted: its rows name the others."""
-        if self._reporter.reports_successes:
+    def announce_successes(self, sent: Sequence[Outcome], rows: Sequence[tuple[Any, ...]]) -> None:
+        """Announce the successes that finish_and_fetch has accepted: its rows name the others."""
+        if self._announcer.announces_successes:
             refused = {(row[0], row[1]) for row in rows if row[sql.CLAIM_COLUMNS] is not None}
             for claim, _ in sent:
                 if (claim.job.id, claim.job.claim) not in refused:
-                    self._reporter.settled(claim, outcomes.SUCCEEDED)
+                    self._announcer.settled(claim, outcomes.SUCCEEDED)
 
     async def send_apart(self, connection: Connection, sending: Sequence[Outcome]) -> None:
         """Send outcomes of which one may get the call refused: if so, send each alone."""
@@ -183,8 +183,8 @@ class Completer:
                 options = {"retryable": False}
                 self.add(claim, outcomes.failed(id, number, refused, options))
 
-    async def tell_ends(self, connection: Connection) -> None:
-        """Report how the claims have ended whose outcomes came too late.
+    async def announce_ends(self, connection: Connection) -> None:
+        """Announce how the claims have ended whose outcomes came too late.
 
         The database may have stored an outcome before, and its answer was lost. Or the handler's
         transaction has committed, and the handler was cancelled before it learned that.
@@ -197,15 +197,15 @@ class Completer:
             except psycopg.Error as error:
                 log.warning("%r ended before it was reported: %s", job, describe(error))
             else:
-                self._tell_end(claim, outcome, *rows[0])
+                self._announce_end(claim, outcome, *rows[0])
             del self.too_late[0]
 
-    def _tell_end(self, claim: Claim, outcome: str, ended: str | None, state: str) -> None:
-        """Report the end of a claim: `ended` is as queue.attempt_outcome returns it."""
+    def _announce_end(self, claim: Claim, outcome: str, ended: str | None, state: str) -> None:
+        """Announce the end of a claim: `ended` is as queue.attempt_outcome returns it."""
         if ended is None and state == "succeeded":
-            self._reporter.settled(claim, outcomes.SUCCEEDED)
+            self._announcer.settled(claim, outcomes.SUCCEEDED)
         elif ended == outcomes.kind(json.loads(outcome)):
-            self._reporter.taken(claim, outcome, state)
+            self._announcer.taken(claim, outcome, state)
         else:
             said = "the outcome of %r was dropped: its claim has ended as %s, and the job is %s"
             log.warning(said, claim.job, ended or "lost", state)

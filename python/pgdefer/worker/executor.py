@@ -13,12 +13,12 @@ from pgdefer._text import logger
 from pgdefer.tasks.context import JobAborted
 from pgdefer.tasks.registry import Registry
 from pgdefer.worker import outcomes
+from pgdefer.worker.announcer import Announcer
 from pgdefer.worker.claim import Claim, Runner, gather
 from pgdefer.worker.completer import Completer
 from pgdefer.worker.ending import LOST, STOPPED, TIMED_OUT, outcome_of
 from pgdefer.worker.heartbeat import Heartbeat, clock
 from pgdefer.worker.prefetch import WAIT
-from pgdefer.worker.reporting import Reporter
 from pgdefer.worker.slots import Slots
 from pgdefer.worker.state import WorkerState
 
@@ -50,12 +50,12 @@ class Executor:
         registry: Registry,
         state: WorkerState,
         completer: Completer,
-        reporter: Reporter,
+        announcer: Announcer,
     ) -> None:
         self._registry = registry
         self._state = state
         self._completer = completer
-        self._reporter = reporter
+        self._announcer = announcer
         self._heartbeat: Heartbeat | None = None
         self._runner_of: Callable[[Claim], Runner] | None = None
         self._hear: Callable[[], None] | None = None
@@ -387,7 +387,7 @@ class Executor:
         self._leave(claim)
         self.finished += 1
         if isinstance(outcome, outcomes.Settled):
-            self._reporter.settled(claim, outcome)
+            self._announcer.settled(claim, outcome)
             self._state.hint()
             return
         self._completer.add(claim, outcome)

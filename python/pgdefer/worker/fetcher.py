@@ -405,7 +405,7 @@ class Fetcher:
             elif asked:
                 ended = outcomes_json(sending)
                 rows = await self._connection.call(sql.FINISH_AND_FETCH, outcomes=ended, **asked)
-                self._completer.report_successes(sending, rows)
+                self._completer.announce_successes(sending, rows)
             else:
                 await self._completer.send(self._connection, sending)
             self._refusals.reset()
@@ -457,7 +457,7 @@ class Fetcher:
         now = asyncio.get_running_loop().time()
         if self._lost_claim_checks and self._lost_claim_checks[0] <= now:
             await self._release_lost_claims()
-        await self._completer.tell_ends(self._connection)
+        await self._completer.announce_ends(self._connection)
 
     async def _release_lost_claims(self) -> None:
         """Give back claims whose answer was lost: the database holds them, and nobody runs them."""
@@ -499,7 +499,7 @@ class Fetcher:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * grace):
                     await self._listener.after_sleep(worker)
-            await self._completer.tell_ends(self._connection)
+            await self._completer.announce_ends(self._connection)
         except (ConnectionLost, psycopg.Error) as error:
             log.warning("the worker could not deregister: %s", error)
         except asyncio.CancelledError:

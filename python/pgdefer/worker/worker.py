@@ -20,6 +20,7 @@ from pgdefer.database.own_threads import in_own_thread
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.options import as_list
 from pgdefer.tasks.registry import Registry
+from pgdefer.worker.announcer import Announcer
 from pgdefer.worker.batch_runner import BatchRunner
 from pgdefer.worker.claim import Claim, Runner
 from pgdefer.worker.completer import Completer
@@ -40,7 +41,6 @@ from pgdefer.worker.prefetch import MOST
 from pgdefer.worker.probes import Answer, Probes, answer
 from pgdefer.worker.processes import Processes
 from pgdefer.worker.registration import Registration
-from pgdefer.worker.reporting import Reporter
 from pgdefer.worker.runners import FunctionRunner, LoopRunner, ProcessRunner, ThreadRunner
 from pgdefer.worker.slots import parse_slots
 from pgdefer.worker.state import GRACE, WorkerState, check_may_run
@@ -123,9 +123,9 @@ class Worker:
         #: none for handlers for long.
         self.shared: Shared | None = None
         self.state = WorkerState(options.get("max_jobs"))
-        self._reporter = Reporter(app.hooks, app.meters)
-        self.completer = Completer(self._reporter)
-        self.executor = Executor(app, self.state, self.completer, self._reporter)
+        self._announcer = Announcer(app.hooks, app.meters)
+        self.completer = Completer(self._announcer)
+        self.executor = Executor(app, self.state, self.completer, self._announcer)
         self._background: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: int | None = None
@@ -188,7 +188,7 @@ class Worker:
                 if self.http is not None:
                     self.probes = Probes(self.http, self._answer)
                 self._starting = asyncio.timeout(None)
-                await self._reporter.call("worker_start", self, self._starting)
+                await self._announcer.call("worker_start", self, self._starting)
                 self._starting = None
                 await self._fetch_until_end()
             except BaseException:
@@ -380,8 +380,8 @@ class Worker:
         self.executor.give_back_all()
         await self.heartbeat.stop()
         await self.fetcher.close(GRACE)
-        await self._reporter.call("worker_stop", self)
-        await self._reporter.close()
+        await self._announcer.call("worker_stop", self)
+        await self._announcer.close()
         if self.probes is not None:
             await in_own_thread(self.probes.close)
         for task in list(self._background):

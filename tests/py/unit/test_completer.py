@@ -15,9 +15,9 @@ from pgdefer.database import sql
 from pgdefer.database.connection import Connection, ConnectionLost
 from pgdefer.tasks.context import JobContext
 from pgdefer.worker import completer, outcomes
+from pgdefer.worker.announcer import Announcer
 from pgdefer.worker.claim import Claim
 from pgdefer.worker.completer import Completer
-from pgdefer.worker.reporting import Reporter
 
 
 class Database:
@@ -51,7 +51,7 @@ class Database:
         return [json.loads(text) for text in self.calls]
 
 
-class Taken(Reporter):
+class Taken(Announcer):
     """Records the jobs whose outcomes were accepted."""
 
     def __init__(self) -> None:
@@ -67,9 +67,9 @@ def claim(id: int) -> Claim:
     return Claim(JobContext(App("dbname=nowhere").client, row), None, 0.0)
 
 
-def filled(reporter: Reporter, lengths: list[int]) -> Completer:
+def filled(announcer: Announcer, lengths: list[int]) -> Completer:
     """Return one with successes of these lengths, for jobs from 1."""
-    made = Completer(reporter)
+    made = Completer(announcer)
     for id, length in enumerate(lengths, 1):
         bare = outcomes.succeeded(id, 100 + id, '""')
         text = outcomes.succeeded(id, 100 + id, f'"{"x" * (length - len(bare))}"')

@@ -14,6 +14,7 @@ import pytest
 from pgdefer import App
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.tasks.context import JobContext
+from pgdefer.worker.announcer import Announcer
 from pgdefer.worker.batch_runner import BatchRunner
 from pgdefer.worker.claim import Claim, gather
 from pgdefer.worker.completer import Completer
@@ -21,7 +22,6 @@ from pgdefer.worker.ending import STOPPED, TIMED_OUT, outcome_of
 from pgdefer.worker.executor import Executor
 from pgdefer.worker.heartbeat import Heartbeat, clock
 from pgdefer.worker.outcomes import Settled
-from pgdefer.worker.reporting import Reporter
 from pgdefer.worker.runners import LoopRunner, ThreadRunner
 from pgdefer.worker.slots import Slots
 from pgdefer.worker.state import WorkerState
@@ -52,9 +52,9 @@ class Bench:
     def __init__(self) -> None:
         self.app = App("dbname=nowhere")
         self.state = WorkerState(None)
-        reporter = Reporter({})
-        self.completer = Completer(reporter)
-        self.executor = Executor(self.app, self.state, self.completer, reporter)
+        announcer = Announcer({})
+        self.completer = Completer(announcer)
+        self.executor = Executor(self.app, self.state, self.completer, announcer)
         self.runner = Runner()
         self.slots = Slots(10)
         names = ["on_beat", "on_gone", "on_lost"]

@@ -50,7 +50,7 @@ LAYERS = [
     worker.outcomes worker.listener
     worker.ending worker.claim
     worker.transaction worker.heartbeat
-    worker.reporting worker.shared_slots
+    worker.announcer worker.shared_slots
     worker.completer
     worker.invoke worker.invoke_async
     worker.handler worker.executor worker.registration

@@ -12,9 +12,9 @@ from pgdefer import App
 from pgdefer._text import escaped, logger
 from pgdefer.logs import JsonFormatter
 from pgdefer.tasks.context import JobContext
+from pgdefer.worker.announcer import Announcer
 from pgdefer.worker.claim import Claim
 from pgdefer.worker.ending import failed
-from pgdefer.worker.reporting import Reporter
 
 EVIL = "x\n2026-11-21 17:00:00,000 CRITICAL root: forged\r\x1b]0;owned\x07\x9b31m\u202e\u2028"
 CONTROLS = "\r\x1b\x07\x9b\u202e\u2028"
@@ -48,7 +48,7 @@ def test_an_error_is_one_line_and_its_traceback_holds_no_other(
     except ValueError as error:
         claim = Claim(job(EVIL), None, 0.0)
         outcome = failed(claim.job, None, error)
-    Reporter({}).taken(claim, outcome, "failed")
+    Announcer({}).taken(claim, outcome, "failed")
     said = lines(caplog)
     assert said[0] == rf"LOG {job(EVIL)!r} failed: ValueError: x"
     assert not [line for line in said[1:] if line.startswith(("2026", "LOG"))]

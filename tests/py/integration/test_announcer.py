@@ -1,4 +1,4 @@
-"""Reports about jobs to the application: log records, hooks, middleware."""
+"""What the application hears of its jobs: log records, hooks, middleware."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import psycopg
 import pytest
 
 from pgdefer import App, Deferral, JobContext, JobEvent, Retry, RetryLater, Worker, current_job
-from pgdefer.worker import reporting
+from pgdefer.worker import announcer
 
 from .conftest import Jobs, running, until
 
@@ -368,10 +368,10 @@ async def test_a_hook_ends_no_worker(
 HANGING = """
 import sys, threading
 from pgdefer import App
-from pgdefer.worker import reporting
+from pgdefer.worker import announcer
 
 app = App({dsn!r})
-reporting.HOOK_SECONDS = 0.2
+announcer.HOOK_SECONDS = 0.2
 
 
 @app.task(name="bad")
@@ -412,7 +412,7 @@ def test_a_hook_that_hangs_does_not_keep_the_worker(
 async def test_a_hook_that_swallows_its_cancel_does_not_keep_the_worker(
     app: App, monkeypatch: pytest.MonkeyPatch, event: Any
 ) -> None:
-    monkeypatch.setattr(reporting, "HOOK_SECONDS", 0.1)
+    monkeypatch.setattr(announcer, "HOOK_SECONDS", 0.1)
     begun, is_over = asyncio.Event(), asyncio.Event()
 
     @app.on(event)

@@ -1,4 +1,4 @@
-"""Reports how jobs ended: to the log, and to the meters and hooks of the application."""
+"""Announces how jobs ended: to the log, and to the meters and hooks of the application."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pgdefer.worker.claim import Claim
 from pgdefer.worker.state import GRACE
 from pgdefer.worker.threads import Threads
 
-__all__ = ["Reporter"]
+__all__ = ["Announcer"]
 
 # Separate from the worker's own log, because it gets a record for each job.
 log = logger("pgdefer.job")
@@ -30,8 +30,8 @@ HOOK_SECONDS = 10.0
 MOST = 32
 
 
-class Reporter:
-    """Reports ends of jobs. Called in the worker's loop; hooks that block run in threads."""
+class Announcer:
+    """Announces ends of jobs. Called in the worker's loop; hooks that block run in threads."""
 
     def __init__(
         self,
@@ -47,12 +47,12 @@ class Reporter:
         self._threads: Threads | None = None
 
     @property
-    def reports_successes(self) -> bool:
+    def announces_successes(self) -> bool:
         """Whether anybody wants to know of them."""
         return bool(self._meters) or log.isEnabledFor(logging.INFO)
 
     def taken(self, claim: Claim, outcome: str, state: str) -> None:
-        """Report an outcome that the database has accepted, and the job's state afterwards."""
+        """Announce an outcome that the database has accepted, and the job's state afterwards."""
         if outcomes.is_success(outcome):
             self.settled(claim, outcomes.SUCCEEDED)
             return
@@ -64,7 +64,7 @@ class Reporter:
         self.settled(claim, outcomes.Settled(kind, state, error), told)
 
     def settled(self, claim: Claim, end: outcomes.Settled, trace: str | None = None) -> None:
-        """Report the end of a claim; `trace` is the traceback, if the exception is not here."""
+        """Announce the end of a claim; `trace` is the traceback, if the exception is not here."""
         job, kind, state = claim.job, end.kind, end.state
         if claim.runner is not None:
             self._measure(job, kind, claim.duration)
