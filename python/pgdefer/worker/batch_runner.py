@@ -54,7 +54,7 @@ class BatchRunner:
         self._threads.submit(functools.partial(self._work, claims, claim.call.run))
 
     async def _run(self, task: Task[..., Any], claims: Sequence[Claim]) -> None:
-        if not self._keeper.may_begin(claims[0]):
+        if not self._keeper.let_begin(claims[0]):
             return
         try:
             jobs = jobs_of(claims)
@@ -78,7 +78,7 @@ class BatchRunner:
 
     def _end(self, claims: Sequence[Claim], outcomes: Sequence[str]) -> None:
         for claim, outcome in zip(claims, outcomes, strict=True):
-            self._keeper.ended(claim, outcome)
+            self._keeper.end(claim, outcome)
 
     def abort(self, claim: Claim, reason: str) -> None:
         """Cancel a coroutine if all its jobs are told to end."""

@@ -138,11 +138,11 @@ class Keeper(Protocol):
     def handler_begins(self, claim: Claim) -> None:
         """Count the handler's duration and its timeout from now, in the worker's loop."""
 
-    def ended(self, claim: Claim, outcome: str | Settled) -> None:
+    def end(self, claim: Claim, outcome: str | Settled) -> None:
         """Take in the outcome of a handler, in the worker's loop."""
 
-    def may_begin(self, claim: Claim) -> bool:
-        """Whether the handler may begin; else give back the claim. Asked in the worker's loop."""
+    def let_begin(self, claim: Claim) -> bool:
+        """Return whether the handler may begin; if not, release the claim. In the worker's loop."""
 
     def is_too_late(self, claim: Claim) -> bool:
         """Whether the handler must not begin any more. Asked just before, in threads."""

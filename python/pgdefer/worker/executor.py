@@ -149,7 +149,7 @@ class Executor:
 
     def _start_some(self) -> None:
         self._hear_first()
-        if self._must_hold():
+        if self._hold_if_overdue():
             return
         left = SLICE
         while left and self.claimed:
@@ -164,14 +164,17 @@ class Executor:
                 self._start_ahead(slots, ahead)
                 left -= 1
             if ahead:
-                slots.waits()
+                slots.note_waiting()
         if left:
             self._is_starting = False
         else:
             self._start_soon()
 
-    def _must_hold(self) -> bool:
-        """Whether what waits must wait for a heartbeat: the process was frozen, maybe."""
+    def _hold_if_overdue(self) -> bool:
+        """Have what waits wait for a heartbeat if that is overdue; return whether it does.
+
+        The process was frozen, maybe.
+        """
         assert self._heartbeat is not None
         if not self._heartbeat.is_overdue or not (waiting := self.waiting):
             return False
@@ -192,7 +195,7 @@ class Executor:
         """Start the next claim that waits for these slots; return whether more may start."""
         self._hear_first()
         ahead = self._ahead[slots]
-        if not ahead or self._must_hold():
+        if not ahead or self._hold_if_overdue():
             return False
         self._context.run(self._start_ahead, slots, ahead)
         return bool(ahead)
@@ -257,16 +260,16 @@ class Executor:
     def _start(self, claim: Claim) -> None:
         """Start a job, or all of a batch, as far as they are still to run."""
         if claim.batch is not None:
-            claim.batch.claims = [each for each in claim.batch.claims if self._is_to_run(each)]
+            claim.batch.claims = [each for each in claim.batch.claims if self._let_start(each)]
             if not claim.batch.claims:
                 return
             claim.batch.has_started = True
             claim = claim.batch.claims[0]
-        elif not self._is_to_run(claim):
+        elif not self._let_start(claim):
             return
         job = claim.job
         log.debug("%r starts", job)
-        self._runs(claim)
+        self._add_running(claim)
         if claim.slots is not None:
             claim.slots.started()
         self.handler_begins(claim)
@@ -278,12 +281,12 @@ class Executor:
         if claim.batch is not None:
             for other in claim.batch.claims[1:]:
                 log.debug("%r starts", other.job)
-                self._runs(other)
+                self._add_running(other)
                 other.started_at = claim.started_at
                 other.task, other.runner = claim.task, claim.runner
         claim.runner.start(claim)
 
-    def _runs(self, claim: Claim) -> None:
+    def _add_running(self, claim: Claim) -> None:
         self.running[claim] = None
         self._running_jobs.add(claim.job.id)
 
@@ -294,11 +297,11 @@ class Executor:
             seconds = claim.job.timeout.total_seconds()
             claim.timer = asyncio.get_running_loop().call_later(seconds, self._time_out, claim)
 
-    def _is_to_run(self, claim: Claim) -> bool:
-        """Whether a job is still to run; if not, it ends or is given back."""
+    def _let_start(self, claim: Claim) -> bool:
+        """Return whether a job may start; if not, end it, give it back or have it wait."""
         job = claim.job
         if job._abort_reason is not None:
-            self.ended(claim, outcome_of(job, None, JobAborted(job._abort_reason)))
+            self.end(claim, outcome_of(job, None, JobAborted(job._abort_reason)))
             return False
         if self._is_past_timeout(claim):
             log.warning("%r was claimed too long ago, and is given back", claim)
@@ -343,8 +346,8 @@ class Executor:
             claim.asked_at + timeout.total_seconds() + TOO_LATE <= clock()
         )
 
-    def may_begin(self, claim: Claim) -> bool:
-        """Whether the handler of a started claim may begin now; else release the claim."""
+    def let_begin(self, claim: Claim) -> bool:
+        """Return whether the handler of a started claim may begin; if not, release the claim."""
         self._hear_first()
         if self.is_too_late(claim):
             self.give_back_unbegun(claim)
@@ -370,13 +373,13 @@ class Executor:
         log.info("%r has not begun, and is given back", claim)
         self._give_back_unstarted(each for each in claim.members if not each.is_released)
         for each in claim.members:
-            self._has_ended(each)
+            self._forget_handler(each)
 
     # Claims that end
 
-    def ended(self, claim: Claim, outcome: str | outcomes.Settled) -> None:
+    def end(self, claim: Claim, outcome: str | outcomes.Settled) -> None:
         """Take in a job's outcome."""
-        self._has_ended(claim)
+        self._forget_handler(claim)
         if claim.is_released:
             return
         job = claim.job
@@ -397,8 +400,8 @@ class Executor:
         if self._state.is_waiting:
             self._state.hint()
 
-    def _has_ended(self, claim: Claim) -> None:
-        """Stop the timer of a claim whose handler has ended."""
+    def _forget_handler(self, claim: Claim) -> None:
+        """Forget the handler of a claim, which has ended, and stop its timer."""
         claim.coroutine = None
         if claim.timer is not None:
             claim.timer.cancel()

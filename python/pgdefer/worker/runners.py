@@ -82,7 +82,7 @@ class LoopRunner:
         claim.coroutine = asyncio.get_running_loop().create_task(self._run(claim))
 
     async def _run(self, claim: Claim) -> None:
-        if not self._keeper.may_begin(claim):
+        if not self._keeper.let_begin(claim):
             return
         try:
             ended: str | Settled | Call = await run_async(
@@ -94,7 +94,7 @@ class LoopRunner:
             claim.coroutine = None
             self._thread_runner.start_call(claim, ended)
         else:
-            self._keeper.ended(claim, ended)
+            self._keeper.end(claim, ended)
 
     def abort(self, claim: Claim, reason: str) -> None:
         """Cancel the coroutine."""
@@ -106,7 +106,7 @@ class LoopRunner:
     def _never_began(self, claim: Claim, coroutine: asyncio.Task[None]) -> None:
         if not claim.has_left and claim.coroutine is coroutine:
             error = asyncio.CancelledError()
-            self._keeper.ended(claim, outcome_of(claim.job, claim.failure_policy, error))
+            self._keeper.end(claim, outcome_of(claim.job, claim.failure_policy, error))
 
     def interrupt(self, claim: Claim) -> None:
         """Do nothing: a coroutine is cancelled once."""
@@ -213,7 +213,7 @@ def submit(
             ended = internal_error(claim, error)
         if ended is None:
             return functools.partial(keeper.give_back_unbegun, claim)
-        return functools.partial(keeper.ended, claim, ended)
+        return functools.partial(keeper.end, claim, ended)
 
     threads.submit(work)
 

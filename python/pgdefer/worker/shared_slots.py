@@ -338,7 +338,7 @@ class DatabaseSlots(Slots):
             self._shared.freed(self)
         self._shared.look_soon()
 
-    def waits(self) -> None:
+    def note_waiting(self) -> None:
         """Take note that a claimed job waits for a slot."""
         self._shared.starting.setdefault(self)
         self._shared.look_soon()

@@ -93,7 +93,7 @@ class Slots:
     async def turn(self) -> None:
         """Wait for a moment, if jobs may be asked for then."""
 
-    def waits(self) -> None:
+    def note_waiting(self) -> None:
         """Take note that a claimed job waits for a slot."""
 
     def options(self, ahead: int = 0) -> str | None:

@@ -55,7 +55,7 @@ class StreamRunner:
             own = asyncio.current_task()
             if isinstance(error, asyncio.CancelledError) and own is not None and own.cancelling():
                 raise
-            self._executor.ended(claim, failed(claim.job, None, error))
+            self._executor.end(claim, failed(claim.job, None, error))
             return
         if not claim.is_released:
             self._give(claim, args)
@@ -79,12 +79,12 @@ class StreamRunner:
         self.handed_out.pop(claim, None)
         if claim in self._executor.running:
             outcome = failed(claim.job, RETRY_POLICY_ONLY, PgDeferError(why))
-            self._executor.ended(claim, outcome)
+            self._executor.end(claim, outcome)
 
     def _take_end(self, claim: Claim, outcome: str | Settled) -> None:
         self.handed_out.pop(claim, None)
         if claim in self._executor.running:
-            self._executor.ended(claim, outcome)
+            self._executor.end(claim, outcome)
         else:
             log.warning("%r: its end comes too late, it was given back or has failed", claim)
 

@@ -115,8 +115,8 @@ async def test_a_claim_that_ends() -> None:
     bench.executor.take([first, second])
     assert bench.runner.told == [("start", 1), ("start", 2)]
     assert (bench.slots.free, bench.executor.is_idle) == (8, False)
-    bench.executor.ended(first, '{"id":1,"claim":101,"outcome":"succeeded"}')
-    bench.executor.ended(second, Settled("succeeded", "succeeded"))
+    bench.executor.end(first, '{"id":1,"claim":101,"outcome":"succeeded"}')
+    bench.executor.end(second, Settled("succeeded", "succeeded"))
     assert bench.outcomes() == [(1, "succeeded")]
     assert (bench.slots.free, bench.executor.is_idle, bench.executor.finished) == (10, True, 2)
 
@@ -135,9 +135,9 @@ async def test_a_batch_uses_one_slot_until_its_last_job_ends() -> None:
     assert bench.runner.told == [("start", 2)]
     assert bench.outcomes() == [(1, "aborted"), (3, "released")]
     assert (bench.slots.used, bench.slots.running) == (1, 1)
-    bench.executor.ended(claims[3], '{"id":4,"claim":104,"outcome":"succeeded"}')
+    bench.executor.end(claims[3], '{"id":4,"claim":104,"outcome":"succeeded"}')
     assert (bench.slots.used, bench.slots.running) == (1, 1)
-    bench.executor.ended(claims[1], '{"id":2,"claim":102,"outcome":"succeeded"}')
+    bench.executor.end(claims[1], '{"id":2,"claim":102,"outcome":"succeeded"}')
     assert (bench.slots.used, bench.slots.running) == (0, 0)
     assert bench.executor.is_idle
 
@@ -182,7 +182,7 @@ async def test_a_claim_that_is_given_back_has_no_other_end() -> None:
     bench.executor.take([claim])
     bench.executor.abort_all(STOPPED)
     bench.executor.give_back_all()
-    bench.executor.ended(claim, '{"id":1,"claim":101,"outcome":"succeeded"}')
+    bench.executor.end(claim, '{"id":1,"claim":101,"outcome":"succeeded"}')
     assert bench.runner.told == [("start", 1), (STOPPED, 1)]
     assert (bench.outcomes(), bench.executor.given_back) == ([(1, "released")], 1)
 
@@ -194,7 +194,7 @@ async def test_a_timeout_aborts_and_interrupts() -> None:
     assert claim in bench.heartbeat.extend_after
     await until(lambda: len(bench.runner.told) == 3)
     assert bench.runner.told == [("start", 1), (TIMED_OUT, 1), ("interrupt", 1)]
-    bench.executor.ended(claim, Settled("succeeded", "succeeded"))
+    bench.executor.end(claim, Settled("succeeded", "succeeded"))
     assert claim not in bench.heartbeat.extend_after
 
 
@@ -301,7 +301,7 @@ async def test_a_claim_that_was_lost_goes_back() -> None:
     bench.executor.take(claims)
     bench.executor.on_worker_gone()
     outcome = outcome_of(claim.job, claim.failure_policy, asyncio.CancelledError())
-    bench.executor.ended(claim, outcome)
+    bench.executor.end(claim, outcome)
     assert bench.outcomes() == [(1, "released")]
     assert bench.executor.given_back == 0
 
@@ -320,7 +320,7 @@ async def test_a_job_does_not_start_beside_an_earlier_run(monkeypatch: pytest.Mo
     assert bench.slots.used == 2
     bench.executor.take([bench.claim(1)])
     bench.executor.give_back_waiting()  # as for a stop
-    bench.executor.ended(first, outcome_of(first.job, None, asyncio.CancelledError()))
+    bench.executor.end(first, outcome_of(first.job, None, asyncio.CancelledError()))
     bench.executor.take([bench.claim(1)])
     assert bench.outcomes() == [(1, "released")] * 3
     told = [("start", 1), ("the claim was lost", 1), ("start", 2), ("start", 1)]
@@ -333,11 +333,11 @@ async def test_the_last_claim_starts_when_an_earlier_run_has_ended() -> None:
     lost.job.claim, last.job.claim = 102, 103
     bench.executor.take([first, lost, last])
     assert bench.runner.told == [("start", 1)]
-    bench.executor.ended(first, Settled("yielded", "ready"))
+    bench.executor.end(first, Settled("yielded", "ready"))
     await until(lambda: len(bench.runner.told) == 2)
     assert list(bench.executor.running) == [last]
     assert [json.loads(text)["claim"] for _, text in bench.completer.unsent] == [102]
-    bench.executor.ended(last, Settled("succeeded", "succeeded"))
+    bench.executor.end(last, Settled("succeeded", "succeeded"))
     assert bench.executor.is_idle
     assert bench.slots.free == 10
 
@@ -352,7 +352,7 @@ async def test_a_batch_starts_without_a_job_that_still_runs() -> None:
     bench.executor.take(gather(claims, bench.app.tasks))
     assert bench.runner.told[2:] == [("start", 2)]
     assert bench.executor.waiting == claims[:1]
-    bench.executor.ended(claims[1], '{"id":2,"claim":102,"outcome":"succeeded"}')
+    bench.executor.end(claims[1], '{"id":2,"claim":102,"outcome":"succeeded"}')
     bench.executor.give_back_waiting()
     assert bench.outcomes() == [(2, "succeeded"), (1, "released")]
     assert bench.slots.used == 1
