@@ -32,16 +32,23 @@ WEIGHT = 1 / 8
 class Prefetch:
     """How many jobs may be claimed ahead for some slots.
 
-    That begins with none and doubles with each answer that was full. It halves where jobs waited
-    longer than AHEAD, because handlers that compute in the event loop end one at a time, however
-    many slots there are. It halves, too, where an answer may have been cut, but not to less than
-    that answer held. Any other answer that was not full means that other workers may have nothing
-    to do: then it begins anew. Both keep as many as start within SOON: jobs that come many at a
-    time, and are done before the next come, are claimed in one answer.
-    It also begins anew where jobs were given back, as they had waited too long; from half of what
-    it was then it only grows by the slots with each answer (as the congestion window of TCP does,
-    RFC 5681), so that slow jobs which come again and again make few others go back.
-    Slots whose jobs run for longer than AHEAD do not count: nothing will start in them soon.
+    The number begins at 0, and doubles after each full answer, or grows by the slots if that is
+    more. These rules keep it low:
+
+    - It is never more than start within AHEAD if they run as long as the last jobs did. It is
+      0 where those ran longer.
+    - Slots whose jobs run for longer than AHEAD do not count: nothing will start in them soon.
+    - It halves if jobs have waited longer than AHEAD. Handlers that compute in the event loop end
+      one at a time, however many slots there are.
+    - It halves if an answer may have been cut, but keeps as many as that answer held and as start
+      within SOON.
+    - After any other answer that was not full, it keeps only as many as start within SOON: other
+      workers may have nothing to do. It keeps those so that jobs that come many at a time, and are
+      done before the next come, are claimed in one answer. If jobs have waited longer than AHEAD,
+      it keeps none.
+    - It is 0 after jobs were given back, because they had waited too long. From half of what it was
+      it then grows only by the slots with each full answer, as the congestion window of TCP does
+      (RFC 5681). So slow jobs that come again and again make few others go back.
     """
 
     __slots__ = (
