@@ -20,6 +20,8 @@ from workers import running as running
 from workers import until as until
 from workers import wait_for as wait_for
 
+from .worker_program import program as program
+
 # A test runs many commands in its process: typer would build all sixty anew for each.
 typer.testing._get_command = functools.cache(typer.testing._get_command)  # type: ignore[attr-defined]
 

@@ -1,0 +1,209 @@
+"""Outcomes that the database can not store, and those that wait while it refuses other calls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgdefer import App, Retry, Worker
+from pgdefer.database import connection, sql
+from pgdefer.worker import outcomes
+from pgdefer.worker.heartbeat import clock
+
+from .conftest import Jobs, running, until
+
+pytestmark = pytest.mark.client
+
+Connection = psycopg.Connection[Any]
+
+
+async def test_an_outcome_that_cannot_be_stored_spoils_no_other(
+    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @app.task(name="good")
+    async def good() -> int:
+        return 1
+
+    @app.task(name="bad")
+    async def bad() -> int:
+        return 2
+
+    real = outcomes.succeeded
+
+    def spoilt(id: int, claim: int, result: str | None = None) -> str:
+        return real(id, claim, '"\\u0000"' if result == "2" else result)
+
+    monkeypatch.setattr(outcomes, "succeeded", spoilt)
+    app.defer_many([(bad if n == 7 else good).prepare() for n in range(20)])
+    async with running(app):
+        rows = await jobs.end()
+    note = {"__pgdefer__": "unencodable", "value": "JSON, which this database can't hold"}
+    ends = {row["task"]: (row["state"], row["result"], row["error"]) for row in rows}
+    assert ends == {
+        "good": ("succeeded", 1, None),
+        "bad": ("succeeded", note, None),  # its writes remain
+    }
+
+
+async def test_an_outcome_that_cannot_be_stored_spoils_no_other_at_the_end(
+    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does not prevent the worker from deregistering, either."""
+    begun = []
+
+    @app.task(name="t")
+    async def task(n: int) -> int:
+        begun.append(n)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return n
+
+    real = outcomes.succeeded
+
+    def spoilt(id: int, claim: int, result: str | None = None) -> str:
+        return real(id, claim, '"\\u0000"' if result == "2" else result)
+
+    monkeypatch.setattr(outcomes, "succeeded", spoilt)
+    task.defer_many([{"n": n} for n in range(1, 4)])
+    stopping = asyncio.create_task(Worker(app).run_async())
+    await until(lambda: len(begun) == 3)
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    await app.close_async()
+    note = {"__pgdefer__": "unencodable", "value": "JSON, which this database can't hold"}
+    assert [(row["state"], row["result"]) for row in jobs()] == [
+        ("succeeded", 1),
+        ("succeeded", note),
+        ("succeeded", 3),
+    ]
+
+
+async def test_an_outcome_for_which_there_is_no_room(
+    app: App, jobs: Jobs, conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a full disk: the worker sends it until the server takes it."""
+    monkeypatch.setattr("pgdefer.worker.completer.TRIES", 2)
+    conn.execute(
+        """
+        create sequence public.tries;
+        grant all on sequence public.tries to public;
+        create function public.refuse() returns trigger language plpgsql as $$
+        begin
+          if nextval('public.tries') <= 5 then
+            raise exception 'no space left on device' using errcode = '53100';
+          end if;
+          return new;
+        end $$
+        """
+    )
+    conn.execute(
+        "create trigger refuse before insert on queue.finished "
+        "for each row execute function public.refuse()"
+    )
+
+    @app.task(name="t")
+    async def task() -> None: ...
+
+    app.defer("t")
+    async with running(app):
+        (row,) = await jobs.end()
+    assert (row["state"], row["attempts"], row["crashes"]) == ("succeeded", 1, 0)
+    conn.execute("drop trigger refuse on queue.finished")
+
+
+async def test_an_outcome_that_is_refused_for_ever(
+    app: App, jobs: Jobs, conn: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its claim ends nevertheless, by a lease."""
+    monkeypatch.setattr("pgdefer.worker.completer.TRIES", 3)
+    conn.execute(
+        """
+        create function public.refuse() returns trigger language plpgsql as $$
+        begin
+          raise exception 'no' using errcode = 'XX000';
+        end $$
+        """
+    )
+    conn.execute(
+        "create trigger refuse before insert on queue.finished "
+        "for each row execute function public.refuse()"
+    )
+    runs = []
+
+    @app.task(name="t", retry=Retry(2))
+    async def task() -> None:
+        runs.append(1)
+
+    app.defer("t")
+    async with running(app, heartbeat_every=0.5):
+        await until(lambda: [a["outcome"] for a in jobs.attempts()] == ["failed"])
+        conn.execute("drop trigger refuse on queue.finished")
+        (row,) = await jobs.end()
+    assert row["state"] == "succeeded"
+
+
+async def test_outcomes_are_sent_while_fetches_are_refused(
+    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that stops meanwhile ends, too."""
+    release = asyncio.Event()
+    refused: list[float] = []
+
+    @app.task(name="t")
+    async def task() -> None:
+        await release.wait()
+
+    real = connection.Connection.call
+
+    async def call(self: connection.Connection, statement: sql.Statement, **given: Any) -> Any:
+        if statement in (sql.FETCH, sql.FINISH_AND_FETCH):
+            refused.append(clock())
+            raise psycopg.errors.QueryCanceled("canceling statement due to statement timeout")
+        return await real(self, statement, **given)
+
+    app.defer("t")
+    async with running(app, concurrency=2) as worker:
+        await until(lambda: worker.executor.running and worker.state.is_waiting)
+        monkeypatch.setattr(connection.Connection, "call", call)
+        app.defer("t")
+        await until(lambda: len(refused) > 8)
+        # The last three waited for the longest delay.
+        assert refused[8] - refused[5] > 1.5
+        release.set()
+        await until(lambda: "succeeded" in jobs.states().values())
+    assert list(jobs.states().values()) == ["succeeded", "ready"]
+
+
+async def test_outcomes_are_sent_while_a_worker_may_not_sleep(
+    dsn: str, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without notifications it asks on the connection of the outcomes."""
+    release = asyncio.Event()
+    app = App(dsn, pgbouncer=True)
+    refused: list[float] = []
+
+    @app.task(name="t")
+    async def task() -> None:
+        await release.wait()
+
+    real = connection.Connection.call
+
+    async def call(self: connection.Connection, statement: sql.Statement, **given: Any) -> Any:
+        if statement is sql.BEFORE_SLEEP:
+            refused.append(clock())
+            raise psycopg.errors.QueryCanceled("canceling statement due to statement timeout")
+        return await real(self, statement, **given)
+
+    app.defer("t")
+    async with running(app, concurrency=2) as worker:
+        await until(lambda: bool(worker.executor.running))
+        monkeypatch.setattr(connection.Connection, "call", call)
+        await until(lambda: len(refused) > 2)
+        release.set()
+        await until(lambda: list(jobs.states().values()) == ["succeeded"])
+    app.close()
