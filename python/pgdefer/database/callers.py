@@ -1,4 +1,7 @@
-"""The caller's own connection or pool, from any supported library."""
+"""The caller's own connection or pool, from any supported library.
+
+Tests: integration/test_defer.py, unit/test_own_connection.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # Generated from callers_pool_async.py: change that, and run `make generate`.
-"""The application's own pool of psycopg_pool, from which each call takes a connection."""
+"""The application's own pool of psycopg_pool, from which each call takes a connection.
+
+Tests: integration/test_pools.py.
+"""
 
 from __future__ import annotations
 

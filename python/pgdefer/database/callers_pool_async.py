@@ -1,4 +1,7 @@
-"""The application's own pool of psycopg_pool, from which each call takes a connection."""
+"""The application's own pool of psycopg_pool, from which each call takes a connection.
+
+Tests: integration/test_pools.py.
+"""
 
 from __future__ import annotations
 

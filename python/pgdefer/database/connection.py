@@ -1,4 +1,7 @@
-"""Connections whose calls have a time limit, and that distinguish a loss from an error."""
+"""Connections whose calls have a time limit, and that distinguish a loss from an error.
+
+Tests: integration/test_connections.py, integration/test_worker_connections.py.
+"""
 
 from __future__ import annotations
 

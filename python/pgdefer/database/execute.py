@@ -1,5 +1,8 @@
 # Generated from execute_async.py: change that, and run `make generate`.
-"""Running a statement on the caller's own connection, from any supported library."""
+"""Running a statement on the caller's own connection, from any supported library.
+
+Tests: integration/test_defer.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Running a statement on the caller's own connection, from any supported library."""
+"""Running a statement on the caller's own connection, from any supported library.
+
+Tests: integration/test_defer.py.
+"""
 
 from __future__ import annotations
 

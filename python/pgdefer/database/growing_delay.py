@@ -1,4 +1,7 @@
-"""Delays between attempts of the package's own calls; retries of jobs have queue.backoff."""
+"""Delays between attempts of the package's own calls; retries of jobs have queue.backoff.
+
+Tests: integration/test_worker_connections.py, integration/test_results.py.
+"""
 
 from __future__ import annotations
 

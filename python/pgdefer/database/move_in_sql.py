@@ -1,4 +1,7 @@
-"""Moving in the jobs of other queues: the statements find their tables by the search path."""
+"""Moving in the jobs of other queues: the statements find their tables by the search path.
+
+Tests: integration/test_move_in.py, integration/test_move_in_defaults.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pools of connections: one for all threads, and one for each event loop."""
+"""Pools of connections: one for all threads, and one for each event loop.
+
+Tests: integration/test_connections.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The database to which an application's own pools connect."""
+"""The database to which an application's own pools connect.
+
+Tests: integration/test_pools.py.
+"""
 
 from __future__ import annotations
 

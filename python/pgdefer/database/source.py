@@ -1,4 +1,7 @@
-"""The address of the database, and connections to it."""
+"""The address of the database, and connections to it.
+
+Tests: integration/test_connections.py, integration/test_cli_wrong_input.py.
+"""
 
 from __future__ import annotations
 

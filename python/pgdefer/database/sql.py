@@ -1,6 +1,8 @@
 """The statements of the package, but for those of move_in_sql, contrib/web and contrib/cluster.
 
 Parameters are written `:name`, as SQLAlchemy's `text` requires; `.psycopg` is psycopg's form.
+
+Tests: unit/test_conventions.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Time limits on calls: if the answer does not arrive in time, the connection is cut."""
+"""Time limits on calls: if the answer does not arrive in time, the connection is cut.
+
+Tests: integration/test_connections.py, integration/test_worker_connections.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reads the rows that functions on jobs return."""
+"""Reads the rows that functions on jobs return.
+
+Tests: integration/test_managing.py.
+"""
 
 from __future__ import annotations
 

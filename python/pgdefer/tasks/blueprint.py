@@ -1,4 +1,7 @@
-"""Tasks of a part of an application, which an App includes: `app.include(blueprint)`."""
+"""Tasks of a part of an application, which an App includes: `app.include(blueprint)`.
+
+Tests: integration/test_blueprints.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # Generated from claim_calls_async.py: change that, and run `make generate`.
-"""What a running job asks with its claim: its needs, attempts left, a longer lease."""
+"""What a running job asks with its claim: its needs, attempts left, a longer lease.
+
+Tests: integration/test_failures.py, integration/test_announcer.py.
+"""
 
 from __future__ import annotations
 

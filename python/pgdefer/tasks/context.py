@@ -1,4 +1,7 @@
-"""The running job: `current_job()`."""
+"""The running job: `current_job()`.
+
+Tests: integration/test_worker.py, integration/test_processes.py.
+"""
 
 from __future__ import annotations
 

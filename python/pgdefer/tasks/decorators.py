@@ -1,4 +1,7 @@
-"""The decorators `App.task(...)` and `App.recurring(...)`."""
+"""The decorators `App.task(...)` and `App.recurring(...)`.
+
+Tests: unit/test_task.py, unit/test_recurring.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # Generated from deferrable_async.py: change that, and run `make generate`.
-"""Deferring jobs of a task, configured or not."""
+"""Deferring jobs of a task, configured or not.
+
+Tests: integration/test_defer.py.
+"""
 
 from __future__ import annotations
 

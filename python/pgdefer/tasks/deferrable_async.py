@@ -1,4 +1,7 @@
-"""Deferring jobs of a task, configured or not."""
+"""Deferring jobs of a task, configured or not.
+
+Tests: integration/test_defer.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Defining tasks and schedules: the common part of an App and a Blueprint."""
+"""Defining tasks and schedules: the common part of an App and a Blueprint.
+
+Tests: unit/test_task.py, integration/test_wrong_usages.py.
+"""
 
 from __future__ import annotations
 

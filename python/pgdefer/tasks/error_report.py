@@ -1,4 +1,7 @@
-"""An error as the database stores it: its text, and its details."""
+"""An error as the database stores it: its text, and its details.
+
+Tests: unit/test_outcomes.py.
+"""
 
 from __future__ import annotations
 

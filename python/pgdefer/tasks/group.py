@@ -1,4 +1,7 @@
-"""Groups: jobs deferred together, and one that follows them all."""
+"""Groups: jobs deferred together, and one that follows them all.
+
+Tests: integration/test_groups.py, integration/test_results.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How the worker handles the jobs of a task: where it runs them, and which errors it retries."""
+"""How the worker handles the jobs of a task: where it runs them, and which errors it retries.
+
+Tests: integration/test_failures.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The events of workers to which an application listens: `@app.on("exhausted")`."""
+"""The events of workers to which an application listens: `@app.on("exhausted")`.
+
+Tests: integration/test_announcer.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Rows of answers about queues, tasks, locks, workers, schedules and jobs."""
+"""Rows of answers about queues, tasks, locks, workers, schedules and jobs.
+
+Tests: integration/test_managing_lists.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A call in a thread, into which another thread can raise an exception."""
+"""A call in a thread, into which another thread can raise an exception.
+
+Tests: unit/test_threads.py.
+"""
 
 from __future__ import annotations
 

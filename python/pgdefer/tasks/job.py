@@ -1,4 +1,7 @@
-"""A job by its id: waiting for its result, reading it, changing it."""
+"""A job by its id: waiting for its result, reading it, changing it.
+
+Tests: integration/test_managing.py, integration/test_results.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # Generated from job_calls_async.py: change that, and run `make generate`.
-"""The calls that read and change a job."""
+"""The calls that read and change a job.
+
+Tests: integration/test_managing.py.
+"""
 
 from __future__ import annotations
 

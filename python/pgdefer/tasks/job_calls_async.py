@@ -1,4 +1,7 @@
-"""The calls that read and change a job."""
+"""The calls that read and change a job.
+
+Tests: integration/test_managing.py.
+"""
 
 from __future__ import annotations
 

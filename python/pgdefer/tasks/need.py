@@ -1,4 +1,7 @@
-"""The needs of a job."""
+"""The needs of a job.
+
+Tests: integration/test_managing.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A group of jobs under a name, open until it is closed."""
+"""A group of jobs under a name, open until it is closed.
+
+Tests: integration/test_groups.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks the options of tasks, schedules and jobs where the code states them."""
+"""Checks the options of tasks, schedules and jobs where the code states them.
+
+Tests: unit/test_misuse.py, integration/test_wrong_usages.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Binds a job's args to the parameters of its handler."""
+"""Binds a job's args to the parameters of its handler.
+
+Tests: unit/test_task.py, unit/test_recurring.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Jobs that are not deferred yet, and the options that they get where this happens."""
+"""Jobs that are not deferred yet, and the options that they get where this happens.
+
+Tests: integration/test_defer.py, unit/test_task.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A job that is not deferred yet."""
+"""A job that is not deferred yet.
+
+Tests: integration/test_defer.py, unit/test_misuse.py.
+"""
 
 from __future__ import annotations
 

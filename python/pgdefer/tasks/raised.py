@@ -1,4 +1,7 @@
-"""What ends a handler's run, besides its errors."""
+"""What ends a handler's run, besides its errors.
+
+Tests: integration/test_failures.py, integration/test_worker_timeouts.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The tasks and the schedules that a program defines."""
+"""The tasks and the schedules that a program defines.
+
+Tests: unit/test_task.py, integration/test_recurring.py.
+"""
 
 from __future__ import annotations
 

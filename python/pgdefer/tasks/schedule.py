@@ -1,4 +1,7 @@
-"""Schedules, as the code states them; the database decides when they run."""
+"""Schedules, as the code states them; the database decides when they run.
+
+Tests: unit/test_recurring.py, integration/test_recurring.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # Generated from stepping_async.py: change that, and run `make generate`.
-"""The steps of a durable job's handler."""
+"""The steps of a durable job's handler.
+
+Tests: integration/test_durable.py, integration/test_durable_steps.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The steps of a durable job's handler."""
+"""The steps of a durable job's handler.
+
+Tests: integration/test_durable.py, integration/test_durable_steps.py.
+"""
 
 from __future__ import annotations
 

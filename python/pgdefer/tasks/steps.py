@@ -1,4 +1,7 @@
-"""The known steps of a run: the part that needs no database."""
+"""The known steps of a run: the part that needs no database.
+
+Tests: integration/test_durable.py, integration/test_durable_children_read.py.
+"""
 
 from __future__ import annotations
 

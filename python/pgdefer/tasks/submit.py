@@ -1,5 +1,8 @@
 # Generated from submit_async.py: change that, and run `make generate`.
-"""Deferring prepared jobs: every `defer` ends here."""
+"""Deferring prepared jobs: every `defer` ends here.
+
+Tests: integration/test_defer.py.
+"""
 
 from __future__ import annotations
 

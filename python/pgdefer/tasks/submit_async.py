@@ -1,4 +1,7 @@
-"""Deferring prepared jobs: every `defer` ends here."""
+"""Deferring prepared jobs: every `defer` ends here.
+
+Tests: integration/test_defer.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""How often a step is tried, and for how long."""
+"""How often a step is tried, and for how long.
+
+Tests: integration/test_step_tries.py.
+"""
 
 from __future__ import annotations
 

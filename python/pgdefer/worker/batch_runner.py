@@ -1,4 +1,7 @@
-"""The runner of batches."""
+"""The runner of batches.
+
+Tests: integration/test_batch.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The worker's records of claims and batches, and the common interface of all runners of claims."""
+"""The worker's records of claims and batches, and the common interface of all runners of claims.
+
+Tests: unit/test_executor.py, integration/test_batch.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Turns the end of a handler into an outcome."""
+"""Turns the end of a handler into an outcome.
+
+Tests: unit/test_executor.py, integration/test_failures.py.
+"""
 
 from __future__ import annotations
 

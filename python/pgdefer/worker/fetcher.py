@@ -7,6 +7,8 @@ It takes all outcomes there are, sends them and asks for as many jobs as there a
 one round trip. So a single outcome leaves at once, and what ends while a round trip is under way
 goes with the next one. A batch of jobs is started in slices, so that the first outcomes leave while
 the others start.
+
+Tests: integration/test_worker_connections.py, integration/test_drain.py.
 """
 
 from __future__ import annotations

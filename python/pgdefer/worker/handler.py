@@ -1,4 +1,7 @@
-"""Running a handler: in the event loop, a thread or a process."""
+"""Running a handler: in the event loop, a thread or a process.
+
+Tests: unit/test_entered.py, integration/test_middleware.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A worker's heartbeats, and extensions of claims whose jobs outlive their timeout."""
+"""A worker's heartbeats, and extensions of claims whose jobs outlive their timeout.
+
+Tests: integration/test_worker_heartbeats.py, integration/test_worker_timeouts.py.
+"""
 
 from __future__ import annotations
 

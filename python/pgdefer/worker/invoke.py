@@ -1,5 +1,8 @@
 # Generated from invoke_async.py: change that, and run `make generate`.
-"""Calling a handler, also in a transaction that ends its job."""
+"""Calling a handler, also in a transaction that ends its job.
+
+Tests: integration/test_transactional.py.
+"""
 
 from __future__ import annotations
 

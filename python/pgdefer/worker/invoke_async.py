@@ -1,4 +1,7 @@
-"""Calling a handler, also in a transaction that ends its job."""
+"""Calling a handler, also in a transaction that ends its job.
+
+Tests: integration/test_transactional.py.
+"""
 
 from __future__ import annotations
 

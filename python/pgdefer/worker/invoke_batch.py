@@ -1,5 +1,8 @@
 # Generated from invoke_batch_async.py: change that, and run `make generate`.
-"""Calling a handler of batches: middleware and outcome of each job, one call for all."""
+"""Calling a handler of batches: middleware and outcome of each job, one call for all.
+
+Tests: integration/test_batch.py.
+"""
 
 from __future__ import annotations
 

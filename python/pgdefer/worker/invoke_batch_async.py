@@ -1,4 +1,7 @@
-"""Calling a handler of batches: middleware and outcome of each job, one call for all."""
+"""Calling a handler of batches: middleware and outcome of each job, one call for all.
+
+Tests: integration/test_batch.py.
+"""
 
 from __future__ import annotations
 

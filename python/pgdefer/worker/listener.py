@@ -1,4 +1,7 @@
-"""The connection on which a worker goes to sleep and wakes."""
+"""The connection on which a worker goes to sleep and wakes.
+
+Tests: integration/test_worker_connections.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Tells how much memory processes use, and limits it while a handler runs in one."""
+"""Tells how much memory processes use, and limits it while a handler runs in one.
+
+Tests: integration/test_processes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The options of a worker."""
+"""The options of a worker.
+
+Tests: integration/test_worker_choice.py, integration/test_wrong_usages.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The main loop of a worker's child process, which runs one job at a time."""
+"""The main loop of a worker's child process, which runs one job at a time.
+
+Tests: integration/test_processes.py, integration/test_process_starts.py.
+"""
 
 from __future__ import annotations
 

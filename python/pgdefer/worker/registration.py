@@ -1,4 +1,7 @@
-"""Registers a worker. Calls on the main connection are retried."""
+"""Registers a worker. Calls on the main connection are retried.
+
+Tests: integration/test_worker_heartbeats.py, integration/test_supervisor.py.
+"""
 
 from __future__ import annotations
 

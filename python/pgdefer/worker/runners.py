@@ -1,4 +1,7 @@
-"""The runners of handlers: the worker's event loop, threads, and child processes."""
+"""The runners of handlers: the worker's event loop, threads, and child processes.
+
+Tests: integration/test_worker.py, integration/test_processes.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The state that a worker's parts share: its id, whether it is stopping, the fetcher's wake-up."""
+"""The state that a worker's parts share: its id, whether it is stopping, the fetcher's wake-up.
+
+Tests: unit/test_executor.py, integration/test_worker_stops.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The runner that hands jobs to the application's own loop."""
+"""The runner that hands jobs to the application's own loop.
+
+Tests: integration/test_stream.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The worker's part of a handler's transaction."""
+"""The worker's part of a handler's transaction.
+
+Tests: integration/test_transactional.py.
+"""
 
 from __future__ import annotations
 

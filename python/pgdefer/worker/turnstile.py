@@ -1,4 +1,7 @@
-"""Lets a few through at a time."""
+"""Lets a few through at a time.
+
+Tests: integration/test_many_databases.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Work that goes on to its end when the coroutine that waits for it is cancelled."""
+"""Work that goes on to its end when the coroutine that waits for it is cancelled.
+
+Tests: integration/test_worker_stops.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Running a worker until a signal of the system ends it."""
+"""Running a worker until a signal of the system ends it.
+
+Tests: integration/test_worker_stops.py, integration/test_leftovers.py.
+"""
 
 from __future__ import annotations
 

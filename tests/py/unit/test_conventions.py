@@ -44,6 +44,25 @@ def test_statements_have_their_modules(path: Path) -> None:
     assert [t for t in texts if STATEMENT.match(t) and len(t.split()) > 2] == []
 
 
+# Names of tests that are about something else: testing/memory.
+OTHERS = ["memory"]
+ROOMS = ("database", "tasks", "worker")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for room in ROOMS for path in sorted((PACKAGE / room).glob("[!_]*.py"))],
+    ids=lambda path: f"{path.parent.name}/{path.stem}",
+)
+def test_each_module_has_a_test_of_its_name_or_says_which(path: Path) -> None:
+    """As each file of extension/ does."""
+    name, tests = path.stem.removesuffix("_async"), Path(__file__).parents[1]
+    said = re.search(r"(?m)^Tests: (.+)\.$", ast.get_docstring(ast.parse(path.read_text())) or "")
+    named = said[1].split(", ") if said else []
+    assert named or (name not in OTHERS and list(tests.rglob(f"test_{name}.py")))
+    assert [test for test in named if not (tests / test).exists()] == []
+
+
 def test_statements_only_call_the_queue() -> None:
     statements = {
         name: value.text
