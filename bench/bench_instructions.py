@@ -28,7 +28,7 @@ from pathlib import Path
 import psycopg
 from common import ROOT, create_database, install, short, temporary_server
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 
 COSTS = ROOT / "bench" / "costs.json"
 # A figure that moves further than this is a change of the hot path.

@@ -28,7 +28,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "tests")]
 
-from pgdefer.database.server import temporary_server  # noqa: E402
+from pgdefer.database.embedded import temporary_server  # noqa: E402
 from support import create_database, install  # noqa: E402
 
 LAYERS = 10

@@ -29,7 +29,7 @@ from common import SETTINGS, Case, Report, alternate, arguments, bench, processe
 
 from pgdefer import App
 from pgdefer.contrib.cluster import Cluster, shard_of
-from pgdefer.database.server import EmbeddedServer, temporary_server
+from pgdefer.database.embedded import EmbeddedServer, temporary_server
 from support import add_shards, create_database, install
 
 BATCH = 100

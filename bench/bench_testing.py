@@ -25,7 +25,7 @@ from pathlib import Path
 
 from common import ROOT, Report, arguments, cpu, processes_of
 
-from pgdefer.database.server import EmbeddedServer, temporary_server
+from pgdefer.database.embedded import EmbeddedServer, temporary_server
 
 TESTS = 200
 LIMIT = 1.2

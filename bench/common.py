@@ -23,7 +23,7 @@ import psycopg
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from pgdefer.database.server import EmbeddedServer, temporary_server  # noqa: E402
+from pgdefer.database.embedded import EmbeddedServer, temporary_server  # noqa: E402
 from support import create_database, install, server_program  # noqa: E402
 
 SETTINGS = {

@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from support import server_program
 
 

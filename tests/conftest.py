@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from support import quick_server
 
 

@@ -23,7 +23,7 @@ import psycopg
 import pytest
 
 from clusters import Cluster
-from pgdefer.database.server import EmbeddedServer, sql_folder
+from pgdefer.database.embedded import EmbeddedServer, sql_folder
 
 Connection = psycopg.Connection[Any]
 

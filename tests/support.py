@@ -18,7 +18,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pgdefer.cli._pg import find_program
 from pgdefer.contrib.cluster.install import FILES
 from pgdefer.contrib.cluster.install import folder as folder_of
-from pgdefer.database.server import (
+from pgdefer.database.embedded import (
     UNSAFE_SPEED,
     EmbeddedServer,
     sql_folder,

@@ -23,7 +23,7 @@ from psycopg.conninfo import conninfo_to_dict
 
 from pgdefer.contrib import web
 from pgdefer.contrib.web import database
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 
 Connection = psycopg.Connection[Any]
 PASSWORD = "it's a \\ 'pass' word"

@@ -34,7 +34,7 @@ from pgdefer.tasks.task import AllTaskOptions
 
 # Producers need no worker, nor what it imports.
 if TYPE_CHECKING:
-    from pgdefer.database.server import EmbeddedServer
+    from pgdefer.database.embedded import EmbeddedServer
     from pgdefer.worker.many_databases import MultiWorker
     from pgdefer.worker.options import WorkerOptions
     from pgdefer.worker.stream import JobStream

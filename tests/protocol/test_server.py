@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pgdefer.database.server import EmbeddedServer, temporary_server
+from pgdefer.database.embedded import EmbeddedServer, temporary_server
 from support import make_base
 
 from .conftest import BASE, COMMANDS, Lab, make_lab, wait_for, what_is_missing

@@ -21,7 +21,7 @@ from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
 from pytest_postgresql import factories
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from support import count_from_one, make_base
 
 # No test judges how fast the machine is.

@@ -27,8 +27,8 @@ from clusters import running
 from pgdefer import App, Worker
 from pgdefer.contrib.cluster import Cluster, shard_of
 from pgdefer.contrib.cluster.install import folder as folder_of
+from pgdefer.database.embedded import EmbeddedServer
 from pgdefer.database.install import install
-from pgdefer.database.server import EmbeddedServer
 from support import ROOT
 from workers import wait_for, working
 

@@ -260,7 +260,7 @@ def session(dsn: str | None, *, as_json: bool = False, dry_run: bool = False) ->
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
     """Turn errors into one line and an exit code."""
-    from pgdefer.database.server import ServerError  # noqa: PLC0415 (not on every system)
+    from pgdefer.database.embedded import ServerError  # noqa: PLC0415 (not on every system)
 
     try:
         yield

@@ -72,7 +72,7 @@ def without_password(conninfo: str) -> tuple[str, dict[str, str]]:
 
 def find_program(name: str, version: int = 0) -> str | None:
     """Return one of PostgreSQL's client programs, of this major version or a later one."""
-    from pgdefer.database.server import ServerError, find_binaries  # noqa: PLC0415 (not on every system)
+    from pgdefer.database.embedded import ServerError, find_binaries  # noqa: PLC0415 (not on every system)
 
     found = [shutil.which(name)]
     with contextlib.suppress(ServerError):

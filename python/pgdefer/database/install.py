@@ -63,7 +63,7 @@ def choose(found: Found, form: Form) -> Literal["extension", "plain"]:
 
 
 def _script() -> str:
-    from pgdefer.database.server import sql_folder  # noqa: PLC0415 (not on every system)
+    from pgdefer.database.embedded import sql_folder  # noqa: PLC0415 (not on every system)
 
     folder = sql_folder()
     if (folder / "pgdefer.sql").exists():

@@ -26,7 +26,7 @@ from pgdefer.database.own_threads import in_own_thread
 from pgdefer.errors import InvalidParameter
 
 if TYPE_CHECKING:
-    from pgdefer.database.server import EmbeddedServer
+    from pgdefer.database.embedded import EmbeddedServer
 
 __all__ = [
     "DSN",
@@ -146,8 +146,8 @@ class Source:
         return completed(dsn)
 
     def _embedded(self, *, restart: bool) -> str:
+        from pgdefer.database.embedded import EmbeddedServer, ServerError  # noqa: PLC0415 (not on every system)
         from pgdefer.database.install import install  # noqa: PLC0415 (needs this module)
-        from pgdefer.database.server import EmbeddedServer, ServerError  # noqa: PLC0415 (not on every system)
 
         with self._lock:
             if self._dsn is None or restart:

@@ -26,7 +26,7 @@ def queue_database(server: str | None = None) -> Iterator[str]:
     """
     server = server or os.environ.get("PGDEFER_TEST_SERVER")
     if server is None:
-        from pgdefer.database.server import temporary_server  # noqa: PLC0415 (an extra)
+        from pgdefer.database.embedded import temporary_server  # noqa: PLC0415 (an extra)
 
         with temporary_server() as temporary:
             dsn = temporary.dsn()

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Page
 
 from chromium import PATIENCE, open_chromium
 from pgdefer.contrib import web
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from web_page import (
     PASSWORD,
     ask_for_passwords,

@@ -12,7 +12,7 @@ from psycopg.conninfo import make_conninfo
 
 from pgdefer import App
 from pgdefer.contrib.cluster import Cluster
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 
 NAMES = ("a", "b", "c")
 

@@ -15,7 +15,7 @@ from pgdefer import App, InvalidParameter
 from pgdefer.contrib.cluster import Cluster, install, shard_of, sql
 from pgdefer.contrib.cluster.shards import part_of
 from pgdefer.database import install as installing
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 
 from .conftest import NAMES, keys, rows
 

@@ -13,8 +13,8 @@ from psycopg.types.json import Jsonb
 from pgdefer import App
 from pgdefer.contrib.cluster import Cluster, shard_of
 from pgdefer.contrib.cluster.install import folder
+from pgdefer.database.embedded import temporary_server
 from pgdefer.database.install import install
-from pgdefer.database.server import temporary_server
 from support import ROOT, create_database
 
 from .conftest import NAMES, keys, rows

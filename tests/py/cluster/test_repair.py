@@ -18,7 +18,7 @@ from pgdefer.contrib import cluster as package
 from pgdefer.contrib.cluster import Cluster, install, move_slot, shard_of, sql
 from pgdefer.contrib.cluster.shards import part_of
 from pgdefer.database import install as installing
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from pgdefer.database.sql import Statement
 from support import ROOT
 from workers import wait_for

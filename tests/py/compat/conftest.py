@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from releases import Releases
 
 

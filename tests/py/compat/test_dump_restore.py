@@ -14,7 +14,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer.database.server import EmbeddedServer, sql_folder, temporary_server
+from pgdefer.database.embedded import EmbeddedServer, sql_folder, temporary_server
 from releases import catalog, difference
 from support import ROOT, create_database, server_program
 

@@ -11,7 +11,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from pgdefer import App, Retry, RetryLater, current_job
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from support import install
 
 pytestmark = pytest.mark.client

@@ -20,7 +20,7 @@ import psycopg
 import pytest
 
 from clusters import Cluster, running
-from pgdefer.database.server import EmbeddedServer, sql_folder
+from pgdefer.database.embedded import EmbeddedServer, sql_folder
 from support import server_program
 
 pytestmark = [pytest.mark.client, pytest.mark.long]

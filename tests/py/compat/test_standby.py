@@ -15,7 +15,7 @@ import pytest
 from failover import Connection, Pair, folder_of_servers, refused, until
 from pgdefer.cli import Exit
 from pgdefer.contrib import web
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from web_page import fill, lift_time_limits, server_of_pages, serving, token, visitor
 
 pytestmark = pytest.mark.client

@@ -18,7 +18,7 @@ from psycopg.conninfo import make_conninfo
 
 from pgdefer import App, Worker
 from pgdefer.database import install
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from releases import Releases, catalog, difference
 from support import create_database
 

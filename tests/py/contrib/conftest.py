@@ -16,7 +16,7 @@ import pytest
 
 from pgdefer.contrib import web
 from pgdefer.contrib.django.application import DjangoApp
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from support import ROOT, create_database
 from web_page import ask_for_passwords, grant, location, logged_in, server_of_pages, serving
 

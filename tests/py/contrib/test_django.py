@@ -29,7 +29,7 @@ from pgdefer.contrib.django import conf
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.checks import check_database
 from pgdefer.contrib.django.models import Attempt, Job, Queue, ReadOnly, Schedule, Task
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from support import ROOT, create_database
 
 from .conftest import use

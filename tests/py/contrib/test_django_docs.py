@@ -16,7 +16,7 @@ import django
 import psycopg
 import pytest
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from support import ROOT, output_of
 
 from .conftest import PROJECT

@@ -25,7 +25,7 @@ from shop.models import Order
 from pgdefer import EncodeError, JobContext, Retry, RetryLater, Worker, current_job
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Attempt, Job
-from pgdefer.database.server import EmbeddedServer, temporary_server
+from pgdefer.database.embedded import EmbeddedServer, temporary_server
 from support import ROOT, create_database, install
 
 from .conftest import PROJECT, use

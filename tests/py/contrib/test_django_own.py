@@ -12,7 +12,7 @@ from pathlib import Path
 import django
 import pytest
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from support import ROOT
 
 from .conftest import PROJECT

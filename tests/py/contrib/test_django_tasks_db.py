@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from support import ROOT
 
 pytest.importorskip("django.tasks", reason="the backend of TASKS needs Django 6, so Python 3.12")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from web_page import COMMAND, plain_environment, served, token, visitor
 
 pytestmark = pytest.mark.client

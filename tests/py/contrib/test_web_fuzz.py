@@ -17,7 +17,7 @@ import pytest
 from pgdefer.contrib import web
 from pgdefer.contrib.web.actions import ACTIONS, JOB_ACTIONS
 from pgdefer.contrib.web.views import VIEWS
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from web_page import ODD, PASSWORD, ask_for_passwords, location, serving, token
 
 pytestmark = pytest.mark.client

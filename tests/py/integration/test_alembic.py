@@ -22,8 +22,8 @@ from alembic.config import Config
 
 import pgdefer.database.install
 from pgdefer import InvalidParameter, NotInstalled, PgDeferError, __version__
+from pgdefer.database.embedded import EmbeddedServer
 from pgdefer.database.install import install
-from pgdefer.database.server import EmbeddedServer
 from pgdefer.errors import sqlstate_of
 from support import ROOT, create_database, has_extension, server_program, url_of
 
@@ -516,7 +516,7 @@ def test_upgrade_to_a_later_release(
     with pytest.raises(PgDeferError, match=f"wants pgdefer {NEXT}, and this is"):
         command.upgrade(project.config(driver), "two")
 
-    monkeypatch.setattr(pgdefer.database.server, "sql_folder", lambda: next_release)
+    monkeypatch.setattr(pgdefer.database.embedded, "sql_folder", lambda: next_release)
     if server.major >= 18:
         if form == "auto":
             with pytest.raises(PgDeferError, match=f"server has the files of {__version__}"):

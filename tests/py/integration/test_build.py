@@ -14,9 +14,9 @@ from types import ModuleType
 import psycopg
 import pytest
 
-import pgdefer.database.server
+import pgdefer.database.embedded
 from pgdefer.database import install as install_module
-from pgdefer.database.server import EmbeddedServer, sql_folder
+from pgdefer.database.embedded import EmbeddedServer, sql_folder
 from releases import load_build
 from support import ROOT
 
@@ -301,7 +301,7 @@ def test_the_wheel_carries_the_code_once_and_makes_both_forms(
     )
     folder = tmp_path / "pgdefer" / "_sql"
     assert (folder / "plain.sql").stat().st_size < 10_000
-    monkeypatch.setattr(pgdefer.database.server, "sql_folder", lambda: folder)
+    monkeypatch.setattr(pgdefer.database.embedded, "sql_folder", lambda: folder)
     assert install_module._script() == files["pgdefer.sql"]
 
 

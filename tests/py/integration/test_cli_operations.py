@@ -29,7 +29,7 @@ from pgdefer import App
 from pgdefer.cli import Exit, _job
 from pgdefer.cli._base import cli
 from pgdefer.database import sql
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from pgdefer.database.source import PsycopgConnection
 from support import server_program
 

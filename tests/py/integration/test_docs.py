@@ -18,7 +18,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 import pgdefer
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from pgdefer.options import ARGUMENTS
 from support import ROOT, output_of, server_program
 from workers import wait_for

@@ -7,7 +7,7 @@ import re
 import psycopg
 import pytest
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from support import server_program
 
 from .test_docs import Block, Reader, blocks, reader, squeezed

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pgdefer.database.server import sql_folder
+from pgdefer.database.embedded import sql_folder
 
 from .conftest import wait_for
 from .test_docs import Block, Reader, blocks, reader, squeezed

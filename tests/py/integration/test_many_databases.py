@@ -26,7 +26,7 @@ from psycopg.conninfo import make_conninfo
 from pgdefer import App, JobEvent, MultiWorker, PgDeferError, current_job
 from pgdefer.cli import Exit
 from pgdefer.database.connection import ConnectionLost
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from pgdefer.database.sql import FETCH, Statement
 from pgdefer.worker.heartbeat import Heartbeat
 from pgdefer.worker.listener import OnlyConnection

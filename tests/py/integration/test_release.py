@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from support import ROOT
 
 pytestmark = pytest.mark.client

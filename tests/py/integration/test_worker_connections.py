@@ -20,7 +20,7 @@ from sqlalchemy import orm
 from pgdefer import App
 from pgdefer.client.client import Client
 from pgdefer.database import connection, sql
-from pgdefer.database.server import EmbeddedServer, temporary_server
+from pgdefer.database.embedded import EmbeddedServer, temporary_server
 from pgdefer.tasks.registry import Registry
 from pgdefer.worker.listener import Sleep, SleepListener
 from support import install, url_of

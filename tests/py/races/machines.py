@@ -10,7 +10,7 @@ import psycopg
 from hypothesis import HealthCheck, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, get_state_machine_test
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from support import create_database
 
 PROFILE = settings(

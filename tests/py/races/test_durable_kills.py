@@ -27,7 +27,7 @@ import pytest
 
 from clusters import Cluster
 from clusters import running as stopping
-from pgdefer.database.server import EmbeddedServer, sql_folder
+from pgdefer.database.embedded import EmbeddedServer, sql_folder
 
 from .conftest import until
 

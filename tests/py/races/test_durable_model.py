@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 
 from .machines import short, thorough, with_databases
 

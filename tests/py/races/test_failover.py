@@ -29,7 +29,7 @@ from failover import (
     refused,
     until,
 )
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from proxy import Proxy
 
 pytestmark = [pytest.mark.client, pytest.mark.long]

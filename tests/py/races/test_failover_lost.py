@@ -19,7 +19,7 @@ import pytest
 
 from clusters import Cluster, running
 from failover import SETTINGS, Connection, Pair, folder_of_servers, refused, until
-from pgdefer.database.server import EmbeddedServer, sql_folder
+from pgdefer.database.embedded import EmbeddedServer, sql_folder
 from proxy import Proxy
 from support import ROOT, server_program
 

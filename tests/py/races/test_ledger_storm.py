@@ -31,8 +31,8 @@ import pytest
 from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from pgdefer.database.embedded import EmbeddedServer
 from pgdefer.database.install import install
-from pgdefer.database.server import EmbeddedServer
 
 from .machines import matches
 

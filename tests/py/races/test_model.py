@@ -28,7 +28,7 @@ from hypothesis.stateful import (
     rule,
 )
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 
 from . import machines
 from .machines import short, thorough, with_databases

@@ -17,7 +17,7 @@ import psycopg
 import pytest
 from psycopg import errors
 
-from pgdefer.database.server import EmbeddedServer, temporary_server
+from pgdefer.database.embedded import EmbeddedServer, temporary_server
 from support import create_database, install
 
 pytestmark = pytest.mark.client

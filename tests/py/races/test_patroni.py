@@ -21,7 +21,7 @@ import psycopg
 import pytest
 
 from failover import Connection, Load, OldWorker, Producer, folder_of_servers, until
-from pgdefer.database.server import EmbeddedServer, sql_folder
+from pgdefer.database.embedded import EmbeddedServer, sql_folder
 from proxy import Proxy
 from support import ROOT
 

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer.database.server import temporary_server
+from pgdefer.database.embedded import temporary_server
 from support import install
 
 Connection = psycopg.Connection[Any]

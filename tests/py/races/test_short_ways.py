@@ -18,7 +18,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer.database.server import EmbeddedServer
+from pgdefer.database.embedded import EmbeddedServer
 from support import count_from_one, create_database
 from workers import wait_for
 

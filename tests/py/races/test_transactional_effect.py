@@ -20,7 +20,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer.database.server import EmbeddedServer, temporary_server
+from pgdefer.database.embedded import EmbeddedServer, temporary_server
 from support import create_database, install
 
 pytestmark = pytest.mark.client

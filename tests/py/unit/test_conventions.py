@@ -21,9 +21,9 @@ STATEMENT = re.compile(
     r"^\s*(select|insert|update|delete|with|call|listen|create|drop|alter|set|begin)\b",
     re.IGNORECASE,
 )
-# sql is the place for statements, move_in_sql for those on the tables of other queues; server
+# sql is the place for statements, move_in_sql for those on the tables of other queues; embedded
 # creates servers, which have nothing to do with the queue.
-OWN = {"sql.py", "move_in_sql.py", "server.py"}
+OWN = {"sql.py", "move_in_sql.py", "embedded.py"}
 
 
 @pytest.mark.parametrize("path", [p for p in SOURCES if p.name not in OWN], ids=lambda p: p.name)

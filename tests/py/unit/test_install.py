@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pgdefer import PgDeferError, __version__
+from pgdefer.database.embedded import sql_folder
 from pgdefer.database.install import Form, Found, choose, is_at_least, offered_version, plain_script
-from pgdefer.database.server import sql_folder
 
 NOTHING = Found(is_available=False, is_created=False, has_code=False)
 FILES = Found(is_available=True, is_created=False, has_code=False)

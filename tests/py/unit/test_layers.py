@@ -14,7 +14,7 @@ PACKAGE = Path(pgdefer.__file__).parent
 LAYERS = [
     line.split()
     for line in """
-    _version _text logs database.sql database.growing_delay database.watchdog database.server
+    _version _text logs database.sql database.growing_delay database.watchdog database.embedded
     database.own_threads
     errors database.addresses
     options codec database.callers

@@ -11,8 +11,8 @@ import psycopg
 
 from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.shards import ShardMap
+from pgdefer.database.embedded import sql_folder
 from pgdefer.database.execute import execute
-from pgdefer.database.server import sql_folder
 from pgdefer.errors import NotInstalled
 
 __all__ = ["FILES", "folder", "install", "self_of"]
