@@ -362,7 +362,7 @@ class Executor:
         """
         assert self._heartbeat is not None
         return (
-            self._state.is_told
+            self._state.is_told_to_stop
             or claim.asked_at <= self._paused_at
             or self._heartbeat.is_overdue
             or self._is_past_timeout(claim)

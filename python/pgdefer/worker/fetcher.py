@@ -150,11 +150,11 @@ class Fetcher:
     def _may_end(self, *, was_refused: bool) -> bool:
         """Whether to end without a connection: nothing is left to report, or it can't be."""
         state = self._state
-        if state.is_ending and not self._has_work:
+        if state.claims_no_more and not self._has_work:
             return True
         # What is refused for so long may not exist any more, and the jobs are others' by now.
-        is_hopeless = state.is_ending and was_refused and self._heartbeat.is_overdue
-        if self._executor.running or not (state.at_once.is_set() or is_hopeless):
+        is_hopeless = state.claims_no_more and was_refused and self._heartbeat.is_overdue
+        if self._executor.running or not (state.must_stop_at_once.is_set() or is_hopeless):
             return False
         log.error("%d outcomes could not be reported", len(self._completer.unsent))
         return True
@@ -195,7 +195,7 @@ class Fetcher:
                 await self._make_up_for_losses()
             free = self._free()
             if self._completer.unsent:
-                if not state.is_ending:
+                if not state.claims_no_more:
                     for slots in self._slots:
                         await slots.turn()
                 await self._round_trip(self._open())
@@ -204,7 +204,7 @@ class Fetcher:
                 await self._round_trip(asking)
             elif free and self._is_dry:
                 await self._idle(free)
-            elif state.is_ending and executor.is_idle:
+            elif state.claims_no_more and executor.is_idle:
                 return
             else:
                 # All slots are taken, or none are to be: until an outcome or a turn comes.
@@ -218,7 +218,7 @@ class Fetcher:
     @property
     def _may_claim(self) -> bool:
         """Whether to claim jobs. While no heartbeat is answered, they would have to go back."""
-        return not (self._state.is_ending or self._heartbeat.is_overdue)
+        return not (self._state.claims_no_more or self._heartbeat.is_overdue)
 
     def _free(self) -> list[Slots]:
         """Return the slots to fetch jobs for."""
@@ -511,7 +511,7 @@ class Fetcher:
     async def listen_again(self) -> None:
         """Listen again to what is meant for this worker."""
         delays = GrowingDelay()
-        while not self._state.at_once.is_set():
+        while not self._state.must_stop_at_once.is_set():
             with contextlib.suppress(ConnectionLost, psycopg.Error):
                 await self._listener.listen_again()
                 return

@@ -215,7 +215,7 @@ class MultiWorker:
     def _tell(self) -> None:
         for served in self._all_served():
             if served.worker is not None:
-                served.worker.state.tell()
+                served.worker.state.tell_to_stop()
 
     def _on_stop(self) -> None:
         self._stop(self._is_stopping)

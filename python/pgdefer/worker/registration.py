@@ -162,7 +162,7 @@ class Registration:
             raise Refused(describe(error)) from error
         log.warning("trying again: %s", describe(error))
         await self._state.pause(delays.next())
-        if self._state.at_once.is_set():
+        if self._state.must_stop_at_once.is_set():
             raise Refused(describe(error)) from error
 
 

@@ -21,28 +21,33 @@ GRACE = 1.0
 
 
 class WorkerState:
-    """The shared state. Only the worker's loop may use it; others may read `id`, and `tell`."""
+    """The shared state. Only the worker's loop may use it, but for `id` and `tell_to_stop`.
+
+    A worker stops in three steps, each of which includes those before it. Told to stop, it begins
+    no job more; that may happen in any thread. Then its loop hears of it: it is stopping, and gives
+    back what has not begun. At last it may have to stop at once, and aborts what runs.
+    """
 
     def __init__(self, max_jobs: int | None) -> None:
         #: The worker's id in the database while it is registered.
         self.id: int | None = None
         self.is_stopping = False
         #: Whether it was told to stop: by a signal or a thread, of which the loop hears later.
-        self.is_told = False
-        self.at_once = asyncio.Event()
+        self.is_told_to_stop = False
+        self.must_stop_at_once = asyncio.Event()
         #: How many jobs it may still claim.
         self.jobs_left = max_jobs or math.inf
         self._waiter: asyncio.Future[bool] | None = None
         self._was_hinted = False
 
     @property
-    def is_ending(self) -> bool:
+    def claims_no_more(self) -> bool:
         """Whether it claims no more jobs."""
-        return self.is_told or self.jobs_left <= 0
+        return self.is_told_to_stop or self.jobs_left <= 0
 
-    def tell(self) -> None:
+    def tell_to_stop(self) -> None:
         """Let no job be claimed or begin any more. Called anywhere, also by a signal."""
-        self.is_told = True
+        self.is_told_to_stop = True
 
     def registered(self) -> int:
         """Return the worker's id. Raises WorkerGone if it has none."""
@@ -89,7 +94,7 @@ class WorkerState:
     async def pause(self, seconds: float) -> None:
         """Sleep, but no longer than until everything must stop at once."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.at_once.wait(), seconds)
+            await asyncio.wait_for(self.must_stop_at_once.wait(), seconds)
 
 
 def _resolve(waiter: asyncio.Future[bool], value: bool) -> None:

@@ -323,7 +323,7 @@ class Worker:
 
         May be called from any thread, as may `stop_at_once`.
         """
-        self.state.tell()
+        self.state.tell_to_stop()
         if self._is_elsewhere():
             self._call_soon(self.stop)
             return
@@ -342,13 +342,13 @@ class Worker:
 
     def stop_at_once(self) -> None:
         """Abort the running jobs and give back those that don't end within a second."""
-        self.state.tell()
+        self.state.tell_to_stop()
         if self._is_elsewhere():
             self._call_soon(self.stop_at_once)
             return
-        if self.state.at_once.is_set():
+        if self.state.must_stop_at_once.is_set():
             return
-        self.state.at_once.set()
+        self.state.must_stop_at_once.set()
         self.stop()
         self.executor.abort_all(STOPPED)
         if self._loop is not None:
@@ -406,7 +406,7 @@ class Worker:
             else:
                 self.stop()
 
-        return signals(on_stop, self.stop_at_once, self.state.tell)
+        return signals(on_stop, self.stop_at_once, self.state.tell_to_stop)
 
     # What the listener and the heartbeat tell
 
