@@ -1530,8 +1530,8 @@ where (w.gone_at is null or w.gone_at > statement_timestamp() - interval '1 minu
     or exists (select from unnest(w.queues) q
       where q like any ((select x.queues from queue.visible_queues x)::text[])));
 comment on view queue.workers is
-  'Registered workers, and those that have gone within the last minute or still have jobs. memory: the resident bytes that the'
-    ' last heartbeat told, or NULL.';
+  'Registered workers, and those that have gone within the last minute or still have jobs. memory: the'
+    ' resident bytes that the last heartbeat told, or NULL.';
 
 create view queue.tasks as
 select coalesce(t.name, p.task) as name, coalesce(t.defaults, '{}') as defaults,

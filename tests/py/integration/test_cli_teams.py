@@ -188,8 +188,10 @@ def test_tasks(run: Run, conn: psycopg.Connection) -> None:
     conn.execute("select queue.register_task('plain')")
     conn.execute("""select queue.register_task('mail', '{"queue": "post", "lock": "{to}"}')""")
     defaults = {"queue": "post", "lock": "{to}"}
-    rows = [{"name": "mail", "defaults": defaults}, {"name": "plain", "defaults": {}}]
-    assert run("task", "ls", "--json").json == rows
+    assert run("task", "ls", "--json").json == [
+        {"name": "mail", "defaults": defaults, "paused_in": []},
+        {"name": "plain", "defaults": {}, "paused_in": []},
+    ]
     _, _, mail, plain = map(str.strip, run("task", "ls").out.splitlines())
     assert mail.split(None, 1) == ["mail", '{"lock": "{to}", "queue": "post"}']
     assert plain.split() == ["plain", "{}"]
