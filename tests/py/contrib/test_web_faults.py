@@ -241,6 +241,16 @@ def test_a_call_on_selected_jobs_that_stops(
         assert len(held(conn)) == 3
 
 
+@pytest.mark.long
+@pytest.mark.usefixtures("one_is_locked")
+def test_a_call_that_takes_too_long(monkeypatch: pytest.MonkeyPatch, site: str) -> None:
+    monkeypatch.setitem(database.SETTINGS, "statement_timeout", "5000")
+    with logged_in(site, "page_operator") as client:
+        answer = send(client, "/jobs/2/hold")
+        assert answer.status_code == 504
+        assert "call queue.tick() until it admits none" in answer.text
+
+
 def test_a_call_on_all_that_match_stops_at_a_lock(
     monkeypatch: pytest.MonkeyPatch, site: str, conn: Connection, one_is_locked: Connection
 ) -> None:

@@ -17,6 +17,12 @@ __all__ = ["error_handler", "error_page", "page_for"]
 
 STATUS = {"QJ001": 404, "42501": 403, "54001": 400, "57014": 504}
 
+# Every operation admits all new jobs first, so that it finds each in its place.
+BACKLOG = (
+    "Nothing was changed. If many new jobs wait and no worker runs, first call queue.tick() until it "
+    "admits none, or start a worker. Then try again."
+)
+
 
 def page_for(request: Request, error: Exception) -> Response | None:
     """Return the page for an error that is not the page's own fault; None for any other."""
@@ -27,7 +33,10 @@ def page_for(request: Request, error: Exception) -> Response | None:
             return error_page(request, 400, "The address or the form can't be read.")
         case Refused():
             status = STATUS.get(error.sqlstate, 400 if error.sqlstate < "42" else 409)
-            return error_page(request, status, error.message, error.detail, error.hint)
+            hint = error.hint
+            if error.sqlstate == "57014" and request.method == "POST":
+                hint = BACKLOG
+            return error_page(request, status, error.message, error.detail, hint)
         case Full():
             return error_page(
                 request,
