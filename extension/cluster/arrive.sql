@@ -1,5 +1,5 @@
--- Moving a slot to another shard (move.sql): how its jobs get there, and the steps of the target and of the
--- end.
+-- Moving a slot to another shard (move_slot.sql): how its jobs get there, and the steps of the target and of
+-- the end.
 begin;
 
 -- The number of the format in which jobs are carried. It rises with each change: a target takes only its

@@ -1,6 +1,7 @@
 -- Shards: several databases, each with a complete queue, and a map of keys to them (docs/scaling.md, ADR 11).
--- Installed on demand, as the owner of the queue: this file, defer.sql, move.sql, leave.sql, arrive.sql; in a
--- database that only routes, this one. The same files again replace the functions and keep the map.
+-- Installed on demand, as the owner of the queue: this file, defer.sql, move_slot.sql, leave.sql,
+-- arrive.sql; in a database that only routes, this one. The same files again replace the functions and keep
+-- the map.
 -- Tests: tests/sql/cluster, tests/py/cluster.
 begin;
 

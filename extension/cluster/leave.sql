@@ -1,5 +1,5 @@
--- Moving a slot to another shard (move.sql): how the jobs of a part leave the source, piece by piece.
--- Tests: tests/sql/cluster/leave.sql, tests/sql/cluster/move.pieces.sql, tests/py/cluster.
+-- Moving a slot to another shard (move_slot.sql): how the jobs of a part leave the source, piece by piece.
+-- Tests: tests/sql/cluster/leave.sql, tests/sql/cluster/move_slot.pieces.sql, tests/py/cluster.
 begin;
 
 -- How many jobs of a part move at once, and how many bytes of args and options they may have as text. A

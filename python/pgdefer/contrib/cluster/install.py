@@ -17,7 +17,7 @@ from pgdefer.errors import NotInstalled
 
 __all__ = ["FILES", "folder", "install", "self_of"]
 
-FILES = ("cluster.sql", "defer.sql", "move.sql", "leave.sql", "arrive.sql")
+FILES = ("cluster.sql", "defer.sql", "move_slot.sql", "leave.sql", "arrive.sql")
 
 
 def folder(name: str) -> Path:

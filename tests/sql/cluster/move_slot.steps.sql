@@ -1,5 +1,5 @@
 -- The steps of a move, called in a wrong order: each says what is wrong and what to do, and changes nothing
--- (extension/cluster/move.sql, arrive.sql). This database is shard a, with slots 0 to 511; b exists by name only.
+-- (extension/cluster/move_slot.sql, arrive.sql). This database is shard a, with slots 0 to 511; b exists by name only.
 
 select plan(39);
 

@@ -1,4 +1,4 @@
--- Large jobs leave in pieces of so many bytes (extension/cluster/move.sql), since jsonb has a limit. This database is
+-- Large jobs leave in pieces of so many bytes (extension/cluster/move_slot.sql), since jsonb has a limit. This database is
 -- shard a; b exists by name only.
 
 select plan(7);
