@@ -68,15 +68,6 @@ begin
   end if;
 end $$;
 
--- The jobs that need these.
-create or replace function queue._dependents(p_ids bigint[])
-returns bigint[] language plpgsql stable parallel safe security invoker as $$
-begin
-  return array(
-    select distinct d.job_id from unnest(p_ids) u (id)
-    cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d);
-end $$;
-
 -- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline by that. It goes from
 -- all jobs to all their needs at once, so that a job passes on only the earliest of many deadlines, and again
 -- only an earlier one. late: those that it has come to after 20 rounds and 50 ms.

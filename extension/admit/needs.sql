@@ -315,3 +315,12 @@ returns text language plpgsql stable parallel safe security invoker as $$
 begin
   return case when exists (select from queue.deleted d where d.id = p_id) then 'succeeded' else 'failed' end;
 end $$;
+
+-- The jobs that need these.
+create or replace function queue._dependents(p_ids bigint[])
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+begin
+  return array(
+    select distinct d.job_id from unnest(p_ids) u (id)
+    cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d);
+end $$;

@@ -3683,43 +3683,6 @@ comment on function queue.install() is
   'Creates the tables and views of the queue in schema queue, or migrates existing ones. Returns the'
     ' version; a second call changes nothing.';
 
--- Not for producers: they must not change the limits that protect others from them.
--- Locks: the row of queue.installation. Raises: 22023.
-create or replace function queue.configure(options jsonb)
-returns jsonb language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
-declare
-  v_before jsonb;
-  v_options jsonb;
-begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
-  perform queue._check_keys('options', configure.options, array['max_size', 'unknown_task_grace']);
-  if coalesce(configure.options ->> 'max_size', '100000') !~ '^[0-9]{6,9}$'
-    or (configure.options ->> 'max_size')::integer not between 100000 and 268435456 then
-    perform queue._invalid('max_size is out of range',
-      'Pass a number of bytes, from 100,000 to 268,435,456 (256 MB).',
-      'value: ' || left(configure.options ->> 'max_size', 200));
-  end if;
-  select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace) into v_before
-  from queue.installation i for no key update;
-  update queue.installation i
-  set max_size = coalesce((configure.options ->> 'max_size')::integer, i.max_size),
-    unknown_task_grace = coalesce(queue._interval('unknown_task_grace',
-      configure.options -> 'unknown_task_grace'), i.unknown_task_grace)
-  where jsonb_strip_nulls(configure.options) <> '{}';
-  select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace) into v_options
-  from queue.installation i;
-  perform queue._audit('configure', configure.options, p_before => v_before)
-  where jsonb_strip_nulls(configure.options) <> '{}';
-  return v_options;
-end $$;
-comment on function queue.configure(jsonb) is
-  'Changes settings of the whole queue and returns all of them; absent keys keep their value. max_size:'
-    ' the limit, in bytes of JSON text, for args, options, the info of a worker and results; 16 MB by'
-    ' default; values stored in less than 2,000 bytes are not checked. unknown_task_grace: how long a job of'
-    ' a task that no worker knows goes back to other workers before it fails; 10 minutes by default, 0: it'
-    ' fails at once.';
-
 create or replace function queue.version()
 returns table (code text, tables text) language plpgsql stable parallel safe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -3845,6 +3808,47 @@ begin
   end loop;
   drop type if exists queue.job_options;
 end $$;
+
+-- base/settings.sql
+-- Settings of the whole queue: the limit of sizes, and the grace period of unknown tasks.
+-- Tests: base/checks.sql, work/unknown_tasks.sql.
+
+-- Not for producers: they must not change the limits that protect others from them.
+-- Locks: the row of queue.installation. Raises: 22023.
+create or replace function queue.configure(options jsonb)
+returns jsonb language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v_before jsonb;
+  v_options jsonb;
+begin
+  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  perform queue._check_keys('options', configure.options, array['max_size', 'unknown_task_grace']);
+  if coalesce(configure.options ->> 'max_size', '100000') !~ '^[0-9]{6,9}$'
+    or (configure.options ->> 'max_size')::integer not between 100000 and 268435456 then
+    perform queue._invalid('max_size is out of range',
+      'Pass a number of bytes, from 100,000 to 268,435,456 (256 MB).',
+      'value: ' || left(configure.options ->> 'max_size', 200));
+  end if;
+  select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace) into v_before
+  from queue.installation i for no key update;
+  update queue.installation i
+  set max_size = coalesce((configure.options ->> 'max_size')::integer, i.max_size),
+    unknown_task_grace = coalesce(queue._interval('unknown_task_grace',
+      configure.options -> 'unknown_task_grace'), i.unknown_task_grace)
+  where jsonb_strip_nulls(configure.options) <> '{}';
+  select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace) into v_options
+  from queue.installation i;
+  perform queue._audit('configure', configure.options, p_before => v_before)
+  where jsonb_strip_nulls(configure.options) <> '{}';
+  return v_options;
+end $$;
+comment on function queue.configure(jsonb) is
+  'Changes settings of the whole queue and returns all of them; absent keys keep their value. max_size:'
+    ' the limit, in bytes of JSON text, for args, options, the info of a worker and results; 16 MB by'
+    ' default; values stored in less than 2,000 bytes are not checked. unknown_task_grace: how long a job of'
+    ' a task that no worker knows goes back to other workers before it fails; 10 minutes by default, 0: it'
+    ' fails at once.';
 
 -- defer/options.sql
 -- The options of defer, concurrency keys, retry policies and templates: read and checked.
@@ -7984,9 +7988,37 @@ begin
     where x.turns > 1 or x.turns = 0 and x.ordered > 0 and not x.mutex_is_first and x.unsettled = 0;
 end $$;
 
+-- admit/retain.sql
+-- Retention: how long a finished job is kept. work/retention.sql deletes it after that.
+-- Tests: work/retention.sql.
+
+-- How long a finished job is kept: by the job, its queue, or the default for succeeded ones; NULL means for
+-- ever.
+create or replace function queue._retention(p_id bigint, p_default interval default '7 days')
+returns interval language plpgsql stable parallel safe security invoker as $$
+declare
+  v_retain interval;
+begin
+  select coalesce(queue._retain(j.options -> 'retain', f.state), c.retain,
+    case when f.state = 'succeeded' then p_default end) into v_retain
+  from queue.job_now j
+  join queue.finished f on f.id = j.id
+  left join queue.queue_config c on c.queue = j.queue
+  where j.id = p_id;
+  return v_retain;
+end $$;
+
+-- The interval of the option retain for a state: the option is one for all, or an object of them by outcome.
+create or replace function queue._retain(p_retain jsonb, p_state text)
+returns interval language plpgsql stable parallel safe security invoker as $$
+begin
+  return (case when jsonb_typeof(p_retain) = 'object' then p_retain ->> p_state
+    else p_retain #>> '{}' end)::interval;
+end $$;
+
 -- admit/dequeue.sql
 -- Leaving the gates: takes jobs out of the places where they wait, and ends those that no claim holds.
--- Tests: operate/change.sql, operate/delete.sql, work/retention.sql.
+-- Tests: operate/change.sql, operate/delete.sql.
 
 -- Takes an unfinished job that does not run out of its place, with its slot and ready counts, but not out of
 -- its lock. place: where it was (ready, or a reason of queue.waiting, turn, again, or log: it is not admitted
@@ -8160,30 +8192,6 @@ begin
   if v_all & 512/* retain */ <> 0 then
     update queue.finished f set purge_at = f.finished_at + queue._retention(f.id) where f.id = any (p_ids);
   end if;
-end $$;
-
--- How long a finished job is kept: by the job, its queue, or the default for succeeded ones; NULL means for
--- ever.
-create or replace function queue._retention(p_id bigint, p_default interval default '7 days')
-returns interval language plpgsql stable parallel safe security invoker as $$
-declare
-  v_retain interval;
-begin
-  select coalesce(queue._retain(j.options -> 'retain', f.state), c.retain,
-    case when f.state = 'succeeded' then p_default end) into v_retain
-  from queue.job_now j
-  join queue.finished f on f.id = j.id
-  left join queue.queue_config c on c.queue = j.queue
-  where j.id = p_id;
-  return v_retain;
-end $$;
-
--- The interval of the option retain for a state: the option is one for all, or an object of them by outcome.
-create or replace function queue._retain(p_retain jsonb, p_state text)
-returns interval language plpgsql stable parallel safe security invoker as $$
-begin
-  return (case when jsonb_typeof(p_retain) = 'object' then p_retain ->> p_state
-    else p_retain #>> '{}' end)::interval;
 end $$;
 
 -- admit/join_locks.sql
@@ -8815,15 +8823,6 @@ begin
   end if;
 end $$;
 
--- The jobs that need these.
-create or replace function queue._dependents(p_ids bigint[])
-returns bigint[] language plpgsql stable parallel safe security invoker as $$
-begin
-  return array(
-    select distinct d.job_id from unnest(p_ids) u (id)
-    cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d);
-end $$;
-
 -- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline by that. It goes from
 -- all jobs to all their needs at once, so that a job passes on only the earliest of many deadlines, and again
 -- only an earlier one. late: those that it has come to after 20 rounds and 50 ms.
@@ -9191,6 +9190,15 @@ create or replace function queue._deleted_state(p_id bigint)
 returns text language plpgsql stable parallel safe security invoker as $$
 begin
   return case when exists (select from queue.deleted d where d.id = p_id) then 'succeeded' else 'failed' end;
+end $$;
+
+-- The jobs that need these.
+create or replace function queue._dependents(p_ids bigint[])
+returns bigint[] language plpgsql stable parallel safe security invoker as $$
+begin
+  return array(
+    select distinct d.job_id from unnest(p_ids) u (id)
+    cross join lateral (select d.job_id from queue.need d where d.need_id = u.id offset 0) d);
 end $$;
 
 -- admit/cycles.sql
@@ -13771,7 +13779,7 @@ comment on function queue.publish(text, jsonb, interval) is
     ' same event at once, both may get true, and one of the two events counts.';
 
 -- work/streams.sql
--- Streams and progress: a job reports them while it runs.
+-- Streams: values that a job emits in order while it runs.
 
 -- The numbers have no gaps: a call waits for any other transaction that is emitting to the stream, which can
 -- only belong to the same run of the job. So a reader that continues after the last number misses nothing.
@@ -13870,6 +13878,9 @@ comment on function queue.streams(bigint) is
   'Returns the streams to which a job has emitted values, in the order of their names, at most 1,000: the'
     ' number of values in each, and when it got the last one. queue.read_stream returns the values.';
 
+-- work/progress.sql
+-- Progress: how much of its work a running job has done.
+
 -- Locks: the claim's row of queue.active_job, FOR KEY SHARE, as finish_step; then the job's row of
 -- queue.job_override. Why no wake-up is lost: nobody waits for progress.
 -- Raises: 22023, QJ001, QJ002, QJ008.
@@ -13896,8 +13907,39 @@ comment on function queue.set_progress(bigint, bigint, numeric, text) is
     ' characters are kept. NULL as the message keeps the last one.';
 
 -- work/leases.sql
--- Leases: when the next one ends, and which are renewed while their handler lives. reap.sql ends the others.
+-- Leases: how a claim gets its own, when the next one ends, and which are renewed while their handler lives.
+-- reap.sql ends the claims of the others.
 -- Tests: work/reap.sql.
+
+-- Until the timeout has passed, it limits the lease: the attempt ends 10 s after it, however often it is
+-- extended. An extension after that means that the handler could not be ended and still runs, as the live
+-- worker reports: then only the lease counts, so that no second run, and no other holder of its lock or slot,
+-- starts beside it.
+-- Locks: the claim's row. Raises: 22023, QJ001, QJ002.
+create or replace function queue.extend(id bigint, claim bigint, lease interval)
+returns timestamptz language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v_expires_at timestamptz;
+begin
+  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+    perform queue._require_claims(array[extend.id], array[extend.claim]);
+  end if;
+  if extend.lease is null or extend.lease <= interval '0' then
+    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes''.');
+  end if;
+  perform queue._check_interval('lease', extend.lease);
+  v_expires_at := queue._extend(extend.id, extend.claim, extend.lease);
+  if not has_function_privilege(case current_setting('role') when 'none' then session_user else current_setting('role')::name end, 'queue.finish_many(jsonb)'::regprocedure, 'execute') then
+    perform queue._audit_claim('extend', extend.id, extend.claim, jsonb_build_object('lease', extend.lease));
+  end if;
+  return v_expires_at;
+end $$;
+comment on function queue.extend(bigint, bigint, interval) is
+  'Gives the claim its own lease from now on. Only the lease then decides when the claim is dead,'
+    ' whatever happens to its worker. Returns the end of the lease. A timeout still limits the attempt; but'
+    ' a claim that is extended after its timeout lives as long as the lease: so a live worker reports that'
+    ' it could not end the handler.';
 
 -- The earliest end of leases and timeouts that were set before workers could reach the server (_up_since).
 create or replace function queue._grace_until()
@@ -13948,6 +13990,31 @@ begin
   where l.ctid = any (array(select l.ctid from queue.lease l
     where l.id = p_id and l.claim = p_claim for update skip locked));
   return true;
+end $$;
+
+-- Gives the claim a lease. Locks and errors: as extend.
+create or replace function queue._extend(p_id bigint, p_claim bigint, p_lease interval)
+returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_claimed_at timestamptz;
+  v_expires_at timestamptz;
+begin
+  update queue.active_job aj set flags = aj.flags | 128/* lease */
+  where aj.id = p_id and aj.claim = p_claim returning aj.claimed_at into v_claimed_at;
+  if not found then
+    perform queue._raise_claim_error(p_id, p_claim);
+  end if;
+  select case when v_claimed_at + t.timeout <= v_now then v_now + p_lease
+              else least(v_now + p_lease, v_claimed_at + t.timeout + interval '10 s') end
+  into v_expires_at
+  from queue.job j cross join lateral (select (j.options ->> 'timeout')::interval as timeout) t
+  where j.id = p_id;
+  insert into queue.lease as l (id, claim, expires_at, is_own)
+  values (p_id, p_claim, v_expires_at, true)
+  on conflict on constraint lease_pkey do update
+    set claim = excluded.claim, expires_at = excluded.expires_at, is_own = true, given_at = excluded.given_at;
+  return v_expires_at;
 end $$;
 
 -- work/reap.sql
@@ -14489,7 +14556,7 @@ end $$;
 -- work/retention.sql
 -- Retention: finished jobs are removed when their time has passed, unless an unfinished job needs them. A job
 -- with steps may still await the jobs that it has deferred, so it keeps them until it has ended.
--- How long a job is kept: _retention (admit/dequeue.sql).
+-- How long a job is kept: _retention (admit/retain.sql).
 
 -- Locks: the admission lock, waited for, so that no new job needs a removed one; rows of finished jobs by
 -- skip locked. Others can't fetch meanwhile, so a call ends after a second, or 10,000 jobs. Jobs in a state
@@ -15109,36 +15176,6 @@ comment on function queue.is_busy(integer) is
     ' commit waits, however long its client has been gone, and so many sessions would use up'
     ' max_connections.';
 
--- Until the timeout has passed, it limits the lease: the attempt ends 10 s after it, however often it is
--- extended. An extension after that means that the handler could not be ended and still runs, as the live
--- worker reports: then only the lease counts, so that no second run, and no other holder of its lock or slot,
--- starts beside it.
--- Locks: the claim's row. Raises: 22023, QJ001, QJ002.
-create or replace function queue.extend(id bigint, claim bigint, lease interval)
-returns timestamptz language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp as $$
-declare
-  v_expires_at timestamptz;
-begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
-    perform queue._require_claims(array[extend.id], array[extend.claim]);
-  end if;
-  if extend.lease is null or extend.lease <= interval '0' then
-    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes''.');
-  end if;
-  perform queue._check_interval('lease', extend.lease);
-  v_expires_at := queue._extend(extend.id, extend.claim, extend.lease);
-  if not has_function_privilege(case current_setting('role') when 'none' then session_user else current_setting('role')::name end, 'queue.finish_many(jsonb)'::regprocedure, 'execute') then
-    perform queue._audit_claim('extend', extend.id, extend.claim, jsonb_build_object('lease', extend.lease));
-  end if;
-  return v_expires_at;
-end $$;
-comment on function queue.extend(bigint, bigint, interval) is
-  'Gives the claim its own lease from now on. Only the lease then decides when the claim is dead,'
-    ' whatever happens to its worker. Returns the end of the lease. A timeout still limits the attempt; but'
-    ' a claim that is extended after its timeout lives as long as the lease: so a live worker reports that'
-    ' it could not end the handler.';
-
 -- Locks: the worker's row; the claims' rows of queue.active_job, all before the admission lock, which is then
 -- taken by try.
 create or replace function queue.deregister_worker(worker bigint)
@@ -15168,31 +15205,6 @@ end $$;
 comment on function queue.deregister_worker(bigint) is
   'Removes the worker; its running jobs go back to ready. Returns their number. It is not an error if the'
     ' worker is already gone.';
-
--- Gives the claim a lease. Locks and errors: as extend.
-create or replace function queue._extend(p_id bigint, p_claim bigint, p_lease interval)
-returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_now timestamptz := clock_timestamp();
-  v_claimed_at timestamptz;
-  v_expires_at timestamptz;
-begin
-  update queue.active_job aj set flags = aj.flags | 128/* lease */
-  where aj.id = p_id and aj.claim = p_claim returning aj.claimed_at into v_claimed_at;
-  if not found then
-    perform queue._raise_claim_error(p_id, p_claim);
-  end if;
-  select case when v_claimed_at + t.timeout <= v_now then v_now + p_lease
-              else least(v_now + p_lease, v_claimed_at + t.timeout + interval '10 s') end
-  into v_expires_at
-  from queue.job j cross join lateral (select (j.options ->> 'timeout')::interval as timeout) t
-  where j.id = p_id;
-  insert into queue.lease as l (id, claim, expires_at, is_own)
-  values (p_id, p_claim, v_expires_at, true)
-  on conflict on constraint lease_pkey do update
-    set claim = excluded.claim, expires_at = excluded.expires_at, is_own = true, given_at = excluded.given_at;
-  return v_expires_at;
-end $$;
 
 -- register_worker without the check of rights. Locks and errors: as there.
 create or replace function queue._register_worker(p_name text, p_queues text[], p_info jsonb)
@@ -20995,7 +21007,7 @@ comment on function queue.list_jobs(bigint, integer) is
     ' Sensitive args (register_task) read *** for all but the owner.';
 
 -- inspect/stats.sql
--- Figures: how many jobs there are, how fast they run, how many should run at once.
+-- Figures: how many jobs there are, and how fast they run.
 
 -- Cost: it reads unfinished jobs and those that ended within the hour, not the rest.
 create or replace function queue.stats()
@@ -21082,6 +21094,10 @@ comment on function queue.stats() is
     ' and how long the oldest ready job has been due; for the last 5 minutes and the last hour, the jobs'
     ' that ended, failed attempts (failures), jobs per second, and the percentiles of waiting (from due to'
     ' the last start) and running.';
+
+-- inspect/autoscale.sql
+-- Scaling by load: how many jobs of a queue should run at once.
+-- Tests: inspect/stats.sql.
 
 -- The jobs that ended in the last 5 minutes tell how many slots they kept busy, and how long a job takes.
 -- Running jobs may be one of hours among many of seconds, so they count only if none has ended.

@@ -1,5 +1,36 @@
--- Leases: when the next one ends, and which are renewed while their handler lives. reap.sql ends the others.
+-- Leases: how a claim gets its own, when the next one ends, and which are renewed while their handler lives.
+-- reap.sql ends the claims of the others.
 -- Tests: work/reap.sql.
+
+-- Until the timeout has passed, it limits the lease: the attempt ends 10 s after it, however often it is
+-- extended. An extension after that means that the handler could not be ended and still runs, as the live
+-- worker reports: then only the lease counts, so that no second run, and no other holder of its lock or slot,
+-- starts beside it.
+-- Locks: the claim's row. Raises: 22023, QJ001, QJ002.
+create or replace function queue.extend(id bigint, claim bigint, lease interval)
+returns timestamptz language plpgsql volatile parallel unsafe security definer
+set search_path = pg_catalog, pg_temp as $$
+declare
+  v_expires_at timestamptz;
+begin
+  {{if_restricted}}
+    perform queue._require_claims(array[extend.id], array[extend.claim]);
+  end if;
+  if extend.lease is null or extend.lease <= interval '0' then
+    perform queue._invalid('lease must be longer than 0', 'Pass an interval such as ''20 minutes''.');
+  end if;
+  perform queue._check_interval('lease', extend.lease);
+  v_expires_at := queue._extend(extend.id, extend.claim, extend.lease);
+  {{if_operator}}
+    perform queue._audit_claim('extend', extend.id, extend.claim, jsonb_build_object('lease', extend.lease));
+  end if;
+  return v_expires_at;
+end $$;
+comment on function queue.extend(bigint, bigint, interval) is
+  'Gives the claim its own lease from now on. Only the lease then decides when the claim is dead,'
+    ' whatever happens to its worker. Returns the end of the lease. A timeout still limits the attempt; but'
+    ' a claim that is extended after its timeout lives as long as the lease: so a live worker reports that'
+    ' it could not end the handler.';
 
 -- The earliest end of leases and timeouts that were set before workers could reach the server (_up_since).
 create or replace function queue._grace_until()
@@ -50,4 +81,29 @@ begin
   where l.ctid = any (array(select l.ctid from queue.lease l
     where l.id = p_id and l.claim = p_claim for update skip locked));
   return true;
+end $$;
+
+-- Gives the claim a lease. Locks and errors: as extend.
+create or replace function queue._extend(p_id bigint, p_claim bigint, p_lease interval)
+returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_claimed_at timestamptz;
+  v_expires_at timestamptz;
+begin
+  update queue.active_job aj set flags = aj.flags | {{lease}}
+  where aj.id = p_id and aj.claim = p_claim returning aj.claimed_at into v_claimed_at;
+  if not found then
+    perform queue._raise_claim_error(p_id, p_claim);
+  end if;
+  select case when v_claimed_at + t.timeout <= v_now then v_now + p_lease
+              else least(v_now + p_lease, v_claimed_at + t.timeout + interval '10 s') end
+  into v_expires_at
+  from queue.job j cross join lateral (select (j.options ->> 'timeout')::interval as timeout) t
+  where j.id = p_id;
+  insert into queue.lease as l (id, claim, expires_at, is_own)
+  values (p_id, p_claim, v_expires_at, true)
+  on conflict on constraint lease_pkey do update
+    set claim = excluded.claim, expires_at = excluded.expires_at, is_own = true, given_at = excluded.given_at;
+  return v_expires_at;
 end $$;

@@ -1,6 +1,6 @@
 -- Retention: finished jobs are removed when their time has passed, unless an unfinished job needs them. A job
 -- with steps may still await the jobs that it has deferred, so it keeps them until it has ended.
--- How long a job is kept: _retention (admit/dequeue.sql).
+-- How long a job is kept: _retention (admit/retain.sql).
 
 -- Locks: the admission lock, waited for, so that no new job needs a removed one; rows of finished jobs by
 -- skip locked. Others can't fetch meanwhile, so a call ends after a second, or 10,000 jobs. Jobs in a state

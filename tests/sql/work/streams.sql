@@ -1,6 +1,6 @@
--- Streams and progress: appended in order by the current claim, read while the job runs and after it.
+-- Streams: appended in order by the current claim, read while the job runs and after it.
 
-select plan(29);
+select plan(23);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -40,21 +40,14 @@ select is((select count(*) from queue.awaited), 0::bigint, 'and is told');
 
 -- Refusals
 select is(test.refusal(format(call, :id, :claim - 1)), 'QJ002', format(call, 'id', 'an old claim'))
-from (values ('select queue.emit(%s, %s, ''log'', ''1'')'), ('select queue.set_progress(%s, %s, 50)')) v (call);
+from (values ('select queue.emit(%s, %s, ''log'', ''1'')')) v (call);
 select is(test.refusal(format('select queue.emit(%s, %s, '''', ''1'')', :id, :claim)), '22023', 'a stream without a name');
 select is(test.refusal('select * from queue.read_stream(999999, ''log'')'), 'QJ001', 'a stream of no job');
 select is(test.refusal('select * from queue.streams(999999)'), 'QJ001', 'nor its list');
-select is(test.refusal(format('select queue.set_progress(%s, %s, 101)', :id, :claim)), '22023', 'more than all');
-select is(test.refusal(format('select queue.set_progress(%s, %s, ''NaN'')', :id, :claim)), '22023', 'or not a number');
 
--- Progress
-select queue.set_progress(:id, :claim, 33.3333, 'reading') \g /dev/null
-select results_eq(format('select percent, message from queue.jobs where id = %s', :id), 'values (33.33, ''reading''::text)', 'how far it has come');
-select queue.set_progress(:id, :claim, 50) \g /dev/null
-select results_eq(format('select percent, message from queue.jobs where id = %s', :id), 'values (50::numeric, ''reading''::text)', 'a message stays');
+-- The end
 select queue.succeed(:id, :claim) \g /dev/null
 select is((select count(*) from queue.read_stream(:id, 'log')), 4::bigint, 'a finished job keeps its streams');
-select is((select percent from queue.jobs where id = :id), 50::numeric, 'and what it told');
 select is((select outcome from queue.delete(array[:id])), 'deleted', 'deleted');
 select is((select count(*) from queue.stream_item), 0::bigint, 'it leaves none');
 
