@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 SYSTEM_PG = $(shell tests/system-postgres)
 
 # Tests that depend on the rights of the queue's owner run again with an owner who is no superuser, the usual case.
-OWNED := base/era base/sensitive work/workers work/reap work/maintenance work/retention work/finish.fenced inspect/stats
+OWNED := base/era base/sensitive work/workers work/reap work/maintenance work/retention work/finish.fenced inspect/stats inspect/health
 
 # Tests wait more than they compute, so three processes run them; one that is done takes over some of another's. Tests
 # in unit/ and those marked client do not depend on the server's version, so they run once. Tests marked long take over

@@ -1,5 +1,4 @@
 -- Health: problems, and their remedies.
--- Tests: inspect/stats.sql.
 
 create or replace function queue.health()
 returns table (name text, status text, detail text, fix text)

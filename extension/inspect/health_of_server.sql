@@ -1,5 +1,4 @@
 -- Checks of queue.health() for the sessions, the tables and the server.
--- Tests: inspect/stats.sql.
 
 -- A number with its noun: 1 job, 2 jobs.
 create or replace function queue._count_of(p_number bigint, p_noun text)

@@ -21300,7 +21300,6 @@ end $$;
 
 -- inspect/health_of_server.sql
 -- Checks of queue.health() for the sessions, the tables and the server.
--- Tests: inspect/stats.sql.
 
 -- A number with its noun: 1 job, 2 jobs.
 create or replace function queue._count_of(p_number bigint, p_noun text)
@@ -21541,7 +21540,6 @@ end $$;
 
 -- inspect/health.sql
 -- Health: problems, and their remedies.
--- Tests: inspect/stats.sql.
 
 create or replace function queue.health()
 returns table (name text, status text, detail text, fix text)

@@ -1,6 +1,6 @@
--- stats, metrics, autoscale_hint and health: every figure for known jobs, every check seen failing.
+-- stats, metrics and autoscale_hint: every figure for known jobs.
 
-select plan(93);
+select plan(51);
 
 set pgdefer.notify = off;
 
@@ -15,9 +15,6 @@ $$;
 select is_empty('select * from queue.stats()', 'no figures of an empty queue');
 select is_empty('select * from queue.metrics', 'nor metrics');
 select is_empty('select * from queue.autoscale_hint()', 'nor a hint');
-select is((select array_agg(distinct status) from queue.health() where name <> 'workers'), '{ok}', 'and it is well');
-select results_eq($$select status, detail, fix from queue.health() where name = 'workers'$$, $$values ('warn', '0 alive', 'Start a worker: pgdefer worker -A MODULE')$$, 'but has no worker');
-select is((select count(distinct name)::integer from queue.health()), 16, 'health has a row for each check');
 select is(test.refusal('select queue.autoscale_hint(' || within || ')'), '22023', 'autoscale_hint(' || within || ')') from (values ('null'), ('''0'''), ('''-1 minute''')) v (within);
 
 -- Before any worker has called
@@ -131,131 +128,6 @@ select is((select string_agg(format('%s %s', a.attname, format_type(a.atttypid, 
 select is_empty('select * from queue.metrics m where m is null or not m is not null', 'and none is NULL');
 select queue.register_worker('some', '{q,mov*}', '{"dead_after": "30 min"}') \g /dev/null
 select is((select string_agg(concat_ws(' ', queue, workers), ', ' order by queue) from queue.metrics), 'fails 1, long 1, moved 2, q 2, win 1', 'workers by the queues that they serve');
-
--- health: every check, bad
-create function pg_temp.health(name text) returns text language sql as $$select concat_ws('|', h.status, h.detail, h.fix) from queue.health() h where h.name = health.name$$;
--- the same at the time when the transaction began, which stands still however slow the machine is
-create function pg_temp.health_at_begin(name text) returns text language sql as $$select concat_ws('|', h.status, h.detail, h.fix) from queue._health(now()) h where h.name = health_at_begin.name$$;
-select is((select string_agg(h.name || ' ' || h.status, ', ') from queue.health() h where h.status <> 'ok'), null, 'all is well');
-begin;
-update queue.installation set version = '0.0.1';
-select matches(pg_temp.health('version'), '^fail\|code .*, tables 0\.0\.1\|Install a release in between', 'tables from which no migration leads');
-update queue.installation set version = '99.0.0';
-select matches(pg_temp.health('version'), '^fail\|code .*, tables 99\.0\.0\|Upgrade the code', 'later tables');
-rollback;
--- Says since when workers can reach the server. Outside of an era nobody knows.
-create function pg_temp.up_since(p_at timestamptz, p_era text default queue._era()) returns void language sql as $$
-  update queue.installation set up_since = p_at, era = p_era;
-  update queue.installation i set written = i.xmin;
-$$;
-begin;
-update queue.worker set last_seen_at = now() - interval '1 hour', dead_after = '1 min';
-select pg_temp.up_since(now() - interval '30 s') \g /dev/null
-select matches(pg_temp.health('workers'), '^warn\|0 alive, 2 silent since before the server started or was promoted, [0-9]+ jobs ready or running\|'
-  'Wait: they have 00:01:00 from then on to come back', 'workers that have time to come back');
-select matches(pg_temp.health('queues'), '^ok', 'their queues are served');
-update queue.worker set last_seen_at = now() where name = 'some';
-select is(pg_temp.health('workers'), 'ok|1 alive, 1 silent since before the server started or was promoted', 'one has come');
-update queue.worker set last_seen_at = now() - interval '1 hour';
-select pg_temp.up_since(now() - interval '80 s') \g /dev/null
-select matches(pg_temp.health('workers'), '^fail\|0 alive, 2 dead and not reaped, [0-9]+ jobs', 'after that nobody waits for them');
-select pg_temp.up_since(now() - interval '80 s', 'another') \g /dev/null
-select matches(pg_temp.health('workers'), '^fail\|0 alive, 2 silent .*, [0-9]+ jobs ready or running\|Start a worker: pgdefer worker -A MODULE$', 'nobody has come since the server started');
-rollback;
-begin;
-select pg_temp.up_since('-infinity') \g /dev/null
-update queue.worker set last_seen_at = last_seen_at - interval '1 hour' where name = 'some';
-select matches(pg_temp.health('workers'), '^fail\|1 alive, 1 dead and not reaped\|Start a worker, or call queue\.tick', 'a dead worker that nobody reaps');
-update queue.worker set last_seen_at = last_seen_at - interval '1 hour';
-select matches(pg_temp.health('workers'), '^fail\|0 alive, 2 dead and not reaped, [0-9]+ jobs ready or running\|', 'no live one, and jobs');
-update queue.worker set gone_at = now() - interval '2 min', has_left = true;
-select matches(pg_temp.health('workers'), '^fail\|0 alive, 1 dead and not reaped, [0-9]+ jobs', 'of workers that have left, the one with jobs that nobody has given back');
-update queue.worker set gone_at = now(), is_clear = true;
-select matches(pg_temp.health('workers'), '^fail\|0 alive, [0-9]+ jobs ready or running\|Start a worker', 'none at all');
-rollback;
-begin;
-update queue.worker set queues = '{win}' where queues is null;
-select matches(pg_temp.health('queues'), '^ok', 'queues that are served');
-update queue.worker set queues = '{win,q}';
-select matches(pg_temp.health('queues'), '^fail\|ready jobs in 1 queue that no live worker serves: moved\|', 'one that is not');
-update queue.worker set queues = '{win}';
-select matches(pg_temp.health('queues'), '^fail\|ready jobs in 2 queues that no live worker serves: moved, q\|', 'queues that are not');
-rollback;
-select queue.pause(task => 'idle') \g /dev/null
-select queue.defer('idle', queue => 'win') from generate_series(1, 2) \g /dev/null
-select queue.tick() \g /dev/null
-select is(pg_temp.health('paused'), 'warn|ready jobs of paused tasks: idle|select queue.resume(task => name)', 'a paused task with ready jobs');
-select queue.resume(task => 'idle'), queue.delete(array(select j.id from queue.jobs j where j.task = 'idle')) \g /dev/null
-begin;
-select queue.pause('win') \g /dev/null
-select is(pg_temp.health('paused'), 'warn|ready jobs in 1 paused queue: win|select queue.resume(name)', 'a paused queue with ready jobs');
-update queue.worker set queues = '{q,moved}';
-select matches(pg_temp.health('queues'), '^ok', 'which needs no worker');
-rollback;
-begin;
-update queue.waiting set at = now() - interval '2 minutes' where reason = 'schedule';
-update queue.cursor set due_at = '-infinity';
-select matches(pg_temp.health_at_begin('due'), '^warn\|overdue for 00:02:00\|Start a worker, or call queue\.tick', 'a job that is overdue');
-update queue.waiting set at = now() - interval '2 hours' where reason = 'schedule';
-select matches(pg_temp.health_at_begin('due'), '^fail\|overdue for 02:00:00\|', 'for long');
-rollback;
-begin;
-insert into queue.lease values (1, 1, now() - interval '2 minutes', true);
-select matches(pg_temp.health_at_begin('due'), '^warn\|overdue for 00:02:00\|', 'a lease that nobody reaps');
-rollback;
-select queue.schedule('nightly', '0 3 * * *', 'report'), queue.schedule('hourly', '@hourly', 'report') \g /dev/null
-begin;
-update queue.schedule set due_at = now() - interval '2 minutes' where name = 'nightly';
-select matches(pg_temp.health('schedules'), '^fail\|1 late, 0 with an error: nightly\|', 'a recurring run that is late');
-rollback;
-begin;
-update queue.schedule set reason = 'no such thing' where name = 'nightly';
-select matches(pg_temp.health('schedules'), '^warn\|0 late, 1 with an error: nightly: no such thing\|', 'one that cannot be deferred');
-update queue.schedule set is_enabled = false, due_at = null, next_run_at = null where name = 'nightly';
-select matches(pg_temp.health('schedules'), '^ok', 'or that is disabled');
-rollback;
-begin;
-insert into queue.finished (id, finished_at, attempts, state) select -n, now(), 1, 'failed' from generate_series(1, 25) n;
-select matches(pg_temp.health('failures'), '^warn\|25 of 115 jobs that ended within the hour failed\|', 'many failures');
-update queue.finished set finished_at = now() - interval '2 hours' where id > -18;
-select matches(pg_temp.health('failures'), '^warn\|8 of 8 jobs', 'most of few');
-update queue.finished set finished_at = now() - interval '2 hours' where id > -22;
-select matches(pg_temp.health('failures'), '^ok\|4 of 4 jobs', 'of four, all may be bad luck');
-rollback;
-begin;
-update queue.worker set last_seen_at = now() + interval '20 seconds' where name = 'some';
-select matches(pg_temp.health_at_begin('clock'), '^warn\|it has been set back by 00:00:20 or more\|', 'a clock that was set back');
-update queue.worker set last_seen_at = now() + interval '2 hours' where name = 'some';
-select matches(pg_temp.health('clock'), '^fail\|', 'by much');
-rollback;
-select matches(pg_temp.health('notifications'), '^ok\|0% of their queue is in use; switched off here', 'it reports that notifications are off');
-
--- Old transactions
-create function pg_temp.later(name text, in_time interval) returns text language sql as $$select concat_ws('|', h.status, h.detail, h.fix) from queue._health(clock_timestamp() + in_time) h where h.name = later.name$$;
-create table public.written (id bigint);
-begin;
-insert into public.written values (1);
-set local pgdefer.notify = off;
-select queue.pause('health') \g /dev/null
-prepare transaction 'health';
-select matches(pg_temp.health('transactions'), '^ok', 'a prepared transaction');
-select matches(pg_temp.later('admission', '1 min'), '^fail\|a prepared transaction of role .* \(prepared transaction health\)', 'that holds the admission lock');
-select matches((select concat_ws('|', h.status, h.detail, h.fix) from pg_prepared_xacts p, queue._health(p.prepared + interval '10 min') h where p.gid = 'health' and h.name = 'transactions'), '^warn\|prepared transaction ''health'' has had a transaction open for 00:10:00: dead rows can''t be removed meanwhile\|commit prepared ''health'', or rollback prepared ''health''', 'after ten minutes');
-select matches(pg_temp.later('transactions', '2 h'), '^fail\|prepared transaction ''health'' has had a transaction open for', 'after two hours');
-rollback prepared 'health';
-select matches(pg_temp.later('transactions', '2 h'), '^ok\|no transaction has been open for 5 minutes', 'and none');
-
--- Dead rows
-begin;
-insert into queue.job_override (id) select -n from generate_series(1, 150000) n;
-rollback;
-select pg_stat_force_next_flush() \g /dev/null
-select matches(pg_temp.health('bloat'), '^warn\|job_override: 1500[0-9]+ dead rows, [0-9]+ live, [0-9.]+ [kM]B\|vacuum queue.job_override', 'dead rows of a hot table');
-select matches(pg_temp.health('autovacuum'), '^fail\|job_override: 1500[0-9]+ dead rows, last vacuumed never\|', 'that autovacuum leaves');
-vacuum queue.job_override;
-select pg_stat_force_next_flush() \g /dev/null
-select matches(pg_temp.health('bloat'), '^ok', 'until they are vacuumed');
-select matches(pg_temp.health('autovacuum'), '^ok', 'and not longer');
 
 -- All of it in a read-only transaction
 begin transaction isolation level repeatable read read only;
