@@ -146,7 +146,7 @@ begin
     array_agg(h.payload ? 'awaits' order by h.job_id, n.id::bigint)
   into jobs, needs, awaits
   from queue.unsettled h cross join lateral jsonb_array_elements_text(h.payload -> 'needs') n (id)
-  where h.kind = 'again' and h.xid > {{aside}};
+  where h.kind = 'again' and h.xid > {{shelved}};
 end $$;
 
 -- Whether one of p_needs needs p_id, directly or indirectly. Needs that have succeeded count: they may be

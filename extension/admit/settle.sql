@@ -229,7 +229,7 @@ begin
     join queue.pending_settlement h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
 end $$;
 
--- Hands orphaned settlements to the next admission, but those that were set aside. It reads all, with the
+-- Hands orphaned settlements to the next admission, but those that were shelved. It reads all, with the
 -- dead rows that an open transaction keeps, and so runs rarely.
 -- Locks: the caller holds the admission lock, so that neither the cursor nor the settlements move meanwhile.
 create or replace function queue._repair_settlements()
@@ -237,5 +237,5 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.pending_settlement h set xid = pg_current_xact_id()
   where (h.xid, h.seq) in (select o.xid, o.seq from queue._orphaned_settlements() o
-    where o.xid <> {{aside}});
+    where o.xid <> {{shelved}});
 end $$;

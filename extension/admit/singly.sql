@@ -1,9 +1,9 @@
 -- Admission one by one (p_singly), after an admission of all together has failed: so that a job, or the end
 -- of one, that admission can't bear stops no others. No such fault is known: this is for those that are not.
--- A new job fails, or is parked for another try. Anything else is set aside: it lies behind the cursor, where
--- check() shows it, and is tried again by maintenance (_retry_aside).
+-- A new job fails, or is parked for another try. Anything else is shelved: it lies behind the cursor, where
+-- check() shows it, and is tried again by maintenance (_retry_shelved).
 -- Locks, of all functions here: the caller holds the admission lock; else as those that they call.
--- Why no wake-up is lost: what is set aside wakes nobody until it is settled.
+-- Why no wake-up is lost: what is shelved wakes nobody until it is settled.
 -- Tests: admit/admission.poison.sql, admit/settle.fault.spec.
 
 -- Admits new jobs one by one; one that can't be admitted fails. Returns the jobs that must be tried again:
@@ -68,7 +68,7 @@ begin
   return v_left;
 end $$;
 
--- _settle_slots, for all together or one by one. Returns the settlements that were not set aside.
+-- _settle_slots, for all together or one by one. Returns the settlements that were not shelved.
 create or replace function queue._settle_all_slots(p_ids bigint[], p_kinds text[], p_flags smallint[],
   p_payloads jsonb[], p_singly boolean, out ids bigint[], out kinds text[], out flags smallint[])
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -88,7 +88,7 @@ begin
       kinds := kinds || p_kinds[n];
       flags := flags || p_flags[n];
     exception when {{fault}} then
-      perform queue._set_aside(p_ids[n], p_kinds[n], p_flags[n], p_payloads[n], sqlerrm, sqlstate);
+      perform queue._shelve(p_ids[n], p_kinds[n], p_flags[n], p_payloads[n], sqlerrm, sqlstate);
     end;
   end loop;
 end $$;
@@ -107,7 +107,7 @@ begin
       perform queue._settle(p_ids[n:n], p_kinds[n:n], p_flags[n:n]);
     exception when {{fault}} then
       -- its slots are free already
-      perform queue._set_aside(p_ids[n], p_kinds[n], (p_flags[n] & ~{{counted}})::smallint, null, sqlerrm,
+      perform queue._shelve(p_ids[n], p_kinds[n], (p_flags[n] & ~{{counted}})::smallint, null, sqlerrm,
         sqlstate);
     end;
   end loop;
@@ -123,19 +123,19 @@ begin
     begin
       perform queue._advance(p_arrived => array[v_id]);
     exception when {{fault}} then
-      perform queue._set_aside(v_id, 'again', 0::smallint, null, sqlerrm, sqlstate);
+      perform queue._shelve(v_id, 'again', 0::smallint, null, sqlerrm, sqlstate);
     end;
   end loop;
 end $$;
 
-create or replace function queue._set_aside(p_id bigint, p_kind text, p_flags smallint, p_payload jsonb,
+create or replace function queue._shelve(p_id bigint, p_kind text, p_flags smallint, p_payload jsonb,
   p_error text, p_sqlstate text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  raise warning 'pgdefer: job % can''t be settled (%), and is set aside: % (%)', p_id, p_kind, p_error,
+  raise warning 'pgdefer: job % can''t be settled (%), and is shelved: % (%)', p_id, p_kind, p_error,
     p_sqlstate;
   insert into queue.pending_settlement (xid, job_id, kind, flags, payload)
-  values ({{aside}}, p_id, p_kind, p_flags, p_payload);
+  values ({{shelved}}, p_id, p_kind, p_flags, p_payload);
 end $$;
 
 -- Tries to settle one settlement alone, and rolls that back. Returns the error, or NULL.
@@ -154,18 +154,18 @@ exception when {{fault}} then
   return case when not v_is_settled then format('%s (%s)', sqlerrm, sqlstate) end;
 end $$;
 
--- Hands up to a hundred of those that were set aside to the next admission, if they can be settled now.
+-- Hands up to a hundred of those that were shelved to the next admission, if they can be settled now.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: they get the xid of this transaction,
 -- which the cursor has not passed. Two sessions: admit/settle.fault.spec.
-create or replace function queue._retry_aside()
+create or replace function queue._retry_shelved()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.pending_settlement h set xid = pg_current_xact_id()
-  where h.xid = {{aside}} and h.seq = any (array(
+  where h.xid = {{shelved}} and h.seq = any (array(
     select a.seq
     from (
       select s.seq, s.job_id, s.kind, s.flags, s.payload
       from queue.pending_settlement s
-      where s.xid = {{aside}} order by random() limit 100) a
+      where s.xid = {{shelved}} order by random() limit 100) a
     where queue._settling_error(a.job_id, a.kind, a.flags, a.payload) is null));
 end $$;

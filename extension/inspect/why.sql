@@ -65,8 +65,8 @@ begin
     return v_no_start;
   elsif v_job.active_id is null then
     return case when exists (select from queue.pending_settlement h
-      where h.job_id = why.id and h.xid = {{aside}})
-      then 'it is set aside, because of a fault that the log of the server names; maintenance tries again'
+      where h.job_id = why.id and h.xid = {{shelved}})
+      then 'it is shelved, because of a fault that the log of the server names; maintenance tries again'
       when exists (select from queue.pending_settlement h where h.job_id = why.id and h.kind = 'again')
       then 'its last run has just ended; the next fetch or tick admits it again'
       else 'it has not been admitted yet; the next fetches and ticks admit new jobs in turn' end;

@@ -712,7 +712,7 @@ create table queue.pending_settlement (
   constraint pending_settlement_pkey primary key (xid, seq)
 );
 
--- Those that are not settled: that the cursor has not passed, and that were set aside. It finds them by equal
+-- Those that are not settled: that the cursor has not passed, and that were shelved. It finds them by equal
 -- xids and from next_xid on, so that dead rows cost nothing while a transaction that stays open holds them.
 -- Private.
 create view queue.unsettled as
@@ -11104,7 +11104,7 @@ begin
     join queue.pending_settlement h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
 end $$;
 
--- Hands orphaned settlements to the next admission, but those that were set aside. It reads all, with the
+-- Hands orphaned settlements to the next admission, but those that were shelved. It reads all, with the
 -- dead rows that an open transaction keeps, and so runs rarely.
 -- Locks: the caller holds the admission lock, so that neither the cursor nor the settlements move meanwhile.
 create or replace function queue._repair_settlements()
@@ -11118,10 +11118,10 @@ end $$;
 -- admit/singly.sql
 -- Admission one by one (p_singly), after an admission of all together has failed: so that a job, or the end
 -- of one, that admission can't bear stops no others. No such fault is known: this is for those that are not.
--- A new job fails, or is parked for another try. Anything else is set aside: it lies behind the cursor, where
--- check() shows it, and is tried again by maintenance (_retry_aside).
+-- A new job fails, or is parked for another try. Anything else is shelved: it lies behind the cursor, where
+-- check() shows it, and is tried again by maintenance (_retry_shelved).
 -- Locks, of all functions here: the caller holds the admission lock; else as those that they call.
--- Why no wake-up is lost: what is set aside wakes nobody until it is settled.
+-- Why no wake-up is lost: what is shelved wakes nobody until it is settled.
 -- Tests: admit/admission.poison.sql, admit/settle.fault.spec.
 
 -- Admits new jobs one by one; one that can't be admitted fails. Returns the jobs that must be tried again:
@@ -11186,7 +11186,7 @@ begin
   return v_left;
 end $$;
 
--- _settle_slots, for all together or one by one. Returns the settlements that were not set aside.
+-- _settle_slots, for all together or one by one. Returns the settlements that were not shelved.
 create or replace function queue._settle_all_slots(p_ids bigint[], p_kinds text[], p_flags smallint[],
   p_payloads jsonb[], p_singly boolean, out ids bigint[], out kinds text[], out flags smallint[])
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -11206,7 +11206,7 @@ begin
       kinds := kinds || p_kinds[n];
       flags := flags || p_flags[n];
     exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
-      perform queue._set_aside(p_ids[n], p_kinds[n], p_flags[n], p_payloads[n], sqlerrm, sqlstate);
+      perform queue._shelve(p_ids[n], p_kinds[n], p_flags[n], p_payloads[n], sqlerrm, sqlstate);
     end;
   end loop;
 end $$;
@@ -11225,7 +11225,7 @@ begin
       perform queue._settle(p_ids[n:n], p_kinds[n:n], p_flags[n:n]);
     exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
       -- its slots are free already
-      perform queue._set_aside(p_ids[n], p_kinds[n], (p_flags[n] & ~16390/* counted */)::smallint, null, sqlerrm,
+      perform queue._shelve(p_ids[n], p_kinds[n], (p_flags[n] & ~16390/* counted */)::smallint, null, sqlerrm,
         sqlstate);
     end;
   end loop;
@@ -11241,16 +11241,16 @@ begin
     begin
       perform queue._advance(p_arrived => array[v_id]);
     exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then
-      perform queue._set_aside(v_id, 'again', 0::smallint, null, sqlerrm, sqlstate);
+      perform queue._shelve(v_id, 'again', 0::smallint, null, sqlerrm, sqlstate);
     end;
   end loop;
 end $$;
 
-create or replace function queue._set_aside(p_id bigint, p_kind text, p_flags smallint, p_payload jsonb,
+create or replace function queue._shelve(p_id bigint, p_kind text, p_flags smallint, p_payload jsonb,
   p_error text, p_sqlstate text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  raise warning 'pgdefer: job % can''t be settled (%), and is set aside: % (%)', p_id, p_kind, p_error,
+  raise warning 'pgdefer: job % can''t be settled (%), and is shelved: % (%)', p_id, p_kind, p_error,
     p_sqlstate;
   insert into queue.pending_settlement (xid, job_id, kind, flags, payload)
   values ('0'::xid8, p_id, p_kind, p_flags, p_payload);
@@ -11272,10 +11272,10 @@ exception when data_exception or integrity_constraint_violation or program_limit
   return case when not v_is_settled then format('%s (%s)', sqlerrm, sqlstate) end;
 end $$;
 
--- Hands up to a hundred of those that were set aside to the next admission, if they can be settled now.
+-- Hands up to a hundred of those that were shelved to the next admission, if they can be settled now.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: they get the xid of this transaction,
 -- which the cursor has not passed. Two sessions: admit/settle.fault.spec.
-create or replace function queue._retry_aside()
+create or replace function queue._retry_shelved()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   update queue.pending_settlement h set xid = pg_current_xact_id()
@@ -15027,7 +15027,7 @@ begin
     having count(*) > 0;
   end if;
   if random() < 0.1 then
-    perform queue._repair_cursor(), queue._retry_aside();
+    perform queue._repair_cursor(), queue._retry_shelved();
   end if;
   perform queue._recount_limited();
   perform queue._repair_replacing();
@@ -20083,7 +20083,7 @@ begin
   elsif v_job.active_id is null then
     return case when exists (select from queue.pending_settlement h
       where h.job_id = why.id and h.xid = '0'::xid8)
-      then 'it is set aside, because of a fault that the log of the server names; maintenance tries again'
+      then 'it is shelved, because of a fault that the log of the server names; maintenance tries again'
       when exists (select from queue.pending_settlement h where h.job_id = why.id and h.kind = 'again')
       then 'its last run has just ended; the next fetch or tick admits it again'
       else 'it has not been admitted yet; the next fetches and ticks admit new jobs in turn' end;

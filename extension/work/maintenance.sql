@@ -142,7 +142,7 @@ begin
     having count(*) > 0;
   end if;
   if random() < 0.1 then
-    perform queue._repair_cursor(), queue._retry_aside();
+    perform queue._repair_cursor(), queue._retry_shelved();
   end if;
   perform queue._recount_limited();
   perform queue._repair_replacing();
@@ -165,13 +165,13 @@ begin
              where pg_visible_in_snapshot(x, pg_current_snapshot()))))
          then clock_timestamp() end,
     case when exists (select from queue.unsettled h
-      where h.xid > {{aside}} and pg_visible_in_snapshot(h.xid, pg_current_snapshot()))
+      where h.xid > {{shelved}} and pg_visible_in_snapshot(h.xid, pg_current_snapshot()))
            then clock_timestamp() + interval '10 ms'
     -- a settlement that waits for the end of a transaction (_row_locker), which wakes no worker
-         when exists (select from queue.unsettled h where h.xid > {{aside}} and h.kind <> 'group')
+         when exists (select from queue.unsettled h where h.xid > {{shelved}} and h.kind <> 'group')
            then clock_timestamp() + interval '100 ms'
     -- a transaction that adds jobs to a group may be long, and its commit wakes a worker
-         when exists (select from queue.unsettled h where h.xid > {{aside}})
+         when exists (select from queue.unsettled h where h.xid > {{shelved}})
            then clock_timestamp() + interval '1 s' end,
     (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
     (select s.due_at from queue.schedule s where s.due_at >= c.due_at order by s.due_at limit 1),

@@ -115,7 +115,7 @@ begin
     select f.id from queue.finished f
     where f.state = p_state and f.finished_at <= p_finished_until and not queue._is_needed(f.id)
       and f.id <> all (array(
-        select h.job_id from queue.pending_settlement h where h.xid = {{aside}}))
+        select h.job_id from queue.pending_settlement h where h.xid = {{shelved}}))
     limit p_max_jobs);
 end $$;
 

@@ -229,7 +229,7 @@ begin
   end if;
   return (
     select not (k.has_backlog or k.due_at > v_now
-      or exists (select from queue.unsettled h where h.xid > {{aside}})
+      or exists (select from queue.unsettled h where h.xid > {{shelved}})
       or coalesce(queue._next_lease_end() <= v_now, false)
       or exists (select from queue.schedule s where s.due_at >= k.due_at and s.due_at <= v_now)
       or exists (

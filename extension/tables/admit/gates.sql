@@ -131,7 +131,7 @@ create table queue.pending_settlement (
   constraint pending_settlement_pkey primary key (xid, seq)
 );
 
--- Those that are not settled: that the cursor has not passed, and that were set aside. It finds them by equal
+-- Those that are not settled: that the cursor has not passed, and that were shelved. It finds them by equal
 -- xids and from next_xid on, so that dead rows cost nothing while a transaction that stays open holds them.
 -- Private.
 create view queue.unsettled as
@@ -142,6 +142,6 @@ cross join lateral (
   union all
   select h.* from queue.pending_settlement h where h.xid = any (k.in_flight)
   union all
-  select h.* from queue.pending_settlement h where h.xid = {{aside}}) h;
+  select h.* from queue.pending_settlement h where h.xid = {{shelved}}) h;
 
 create sequence queue.tick_seq;

@@ -69,7 +69,7 @@ end $$;
 create function pg_temp.mend() returns void language plpgsql as $$
 begin
   alter table queue.active_job drop constraint if exists active_job_fault_check;
-  perform queue._lock_admission(true), queue._retry_aside();
+  perform queue._lock_admission(true), queue._retry_shelved();
 end $$;
 select pg_temp.run() \g /dev/null
 select queue.defer('warm') \g /dev/null
@@ -89,8 +89,8 @@ do $$ begin delete from queue.pause; update queue.waiting w set at = clock_times
 select throws_ok('select pg_temp.run()', '23514', null, 'a job that is due stops a fetch');
 select lives_ok('select queue.tick()', 'but not maintenance');
 select is(pg_temp.run(), 'due', 'the others run');
-select is((select string_agg(c.problem || ', ' || j.task, '; ') from queue.check() c left join queue.jobs j using (id)), 'a settlement that the cursor has passed, due poison', 'it is set aside, and check names it');
-select matches((select queue.why(j.id) from queue.jobs j where j.task = 'due poison'), '^it is set aside, because of a fault', 'why says so');
+select is((select string_agg(c.problem || ', ' || j.task, '; ') from queue.check() c left join queue.jobs j using (id)), 'a settlement that the cursor has passed, due poison', 'it is shelved, and check names it');
+select matches((select queue.why(j.id) from queue.jobs j where j.task = 'due poison'), '^it is shelved, because of a fault', 'why says so');
 select pg_temp.mend() \g /dev/null
 select queue.tick() \g /dev/null
 select is(pg_temp.run(), 'due poison', 'once mended, it runs');
@@ -156,17 +156,17 @@ insert into queue.pending_settlement (job_id, kind, flags) values (1, 'recheck',
 select lives_ok('select queue._lock_admission(true), queue._admit(1000, p_singly => true)', 'an end of its own is none to settle');
 rollback;
 
--- A replacement that was set aside, and is mended when a later one has been applied
+-- A replacement that was shelved, and is mended when a later one has been applied
 select queue.defer('r', queueing_lock => 'r') as replaced \gset
 select queue.tick() \g /dev/null
 alter table queue.job_override add constraint fault_check check (args ->> 'n' <> '1');
 select queue.defer('r', '{"n": 1}', queueing_lock => 'r', options => '{"on_conflict": "replace"}') \g /dev/null
 select queue.tick() \g /dev/null
-select is((select c.problem from queue.check() c), 'a settlement that the cursor has passed', 'it is set aside');
+select is((select c.problem from queue.check() c), 'a settlement that the cursor has passed', 'it is shelved');
 select queue.defer('r', '{"n": 2}', queueing_lock => 'r', options => '{"on_conflict": "replace"}') \g /dev/null
 select queue.tick() \g /dev/null
 alter table queue.job_override drop constraint fault_check;
-do $$ begin perform queue._lock_admission(true), queue._retry_aside(); end $$;
+do $$ begin perform queue._lock_admission(true), queue._retry_shelved(); end $$;
 select queue.tick() \g /dev/null
 select is((select j.args from queue.jobs j where j.id = :replaced), '{"n": 2}', 'the later one remains');
 select is_empty('select * from queue.check()', 'sound again');

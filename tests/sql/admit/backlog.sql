@@ -86,7 +86,7 @@ begin
     commit;
   end loop;
 end $$;
-select is((select (p.n > 0, p.reason)::text from parked p), '(t,backlog)', 'younger jobs with a lock are put aside while older ones of it may be in the backlog');
+select is((select (p.n > 0, p.reason)::text from parked p), '(t,backlog)', 'younger jobs with a lock are parked while older ones of it may be in the backlog');
 select matches((select p.why from parked p), 'backlog', 'why says so');
 select queue.defer('lock 0', lock => 'l0', priority => 1000) \g /dev/null
 create temp table order_of_locks (n integer generated always as identity, id bigint, lock text, priority integer);
@@ -102,6 +102,6 @@ begin
 end $$;
 select is((select count(*) from order_of_locks), 314::bigint, 'every job with a lock ran');
 select is_empty('select * from order_of_locks o join order_of_locks p on p.lock = o.lock and p.n > o.n and p.id < o.id', 'in creation order, whatever the priorities');
-select is_empty('select * from queue.waiting w where w.reason = ''parked''', 'none is aside any more');
+select is_empty('select * from queue.waiting w where w.reason = ''parked''', 'none is parked any more');
 
 select * from finish();

@@ -53,7 +53,7 @@ select is(pg_temp.reads(array[
   format('select queue.fail_jobs(array[%s], ''x'')', :id),
   format('select queue.delete(array[%s])', :id)]), '{}', 'no call reads the dead rows');
 
--- What is left is found: of a transaction in flight, of this one, of one after the cursor, and what was set aside
+-- What is left is found: of a transaction in flight, of this one, of one after the cursor, and what was shelved
 select k.in_flight[1] as old from queue.cursor_now k \gset
 begin;
 insert into queue.pending_settlement (xid, job_id, kind, flags) values (:'old', -1, 'group', 0), ('0', -2, 'group', 0);

@@ -26,7 +26,7 @@ end $$;
 create function pg_temp.mend(worker bigint) returns text language plpgsql as $$
 begin
   alter table queue.active_job drop constraint active_job_fault_check;
-  perform queue._lock_admission(true), queue._retry_aside();
+  perform queue._lock_admission(true), queue._retry_shelved();
   return null;
 end $$;
 
