@@ -215,7 +215,7 @@ begin
 end $$;
 
 -- Removes groups that ended long ago and have no jobs any more.
--- Locks: the caller holds the admission lock. No wake-up can be lost: all callbacks have been deferred, or
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: all callbacks have been deferred, or
 -- can't be due any more.
 create or replace function queue._prune_groups(p_max integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$

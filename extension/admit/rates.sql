@@ -60,7 +60,7 @@ end $$;
 
 -- Records p_n starts under a key's rate, and deletes those that no window can contain any more. It keeps all
 -- of the new ones, also if a heavy job counts more often than the rate allows: a greater rate may come.
--- Locks: the caller holds the admission lock. No wake-up can be lost: jobs that the rate holds back wait for
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: jobs that the rate holds back wait for
 -- a time (_rate_opens_at).
 create or replace function queue._count_rate_starts(p_key text, p_limit integer, p_n integer,
   p_now timestamptz)
@@ -78,7 +78,7 @@ end $$;
 
 -- Deletes a key's starts up to a number. Of several at one time it keeps the first row while the last remains
 -- (_rate_start_at). The search begins after p_from, up to which all are gone, so it reads no dead rows.
--- Locks: the caller holds the admission lock. No wake-up can be lost: no window contains these starts.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: no window contains these starts.
 create or replace function queue._forget_rate_starts(p_key text, p_from bigint, p_upto bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

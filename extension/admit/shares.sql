@@ -23,7 +23,7 @@
 -- the first job of each share and computes the tags of the others, so it costs as much as a sort. Of the
 -- lanes of a queue and priority only some may have jobs that still have to get new tags (_retag takes one
 -- lane after the other), but their shares have the same tags.
--- Locks: the caller holds the admission lock. No wake-up can be lost: the caller makes the jobs ready.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: the caller makes the jobs ready.
 -- In one piece: one query, whose parts pass on whole rows.
 create or replace function queue._tags(p_ids bigint[], p_lanes integer[], p_places timestamptz[],
   p_keys text[] default null, p_moved boolean[] default null)
@@ -152,7 +152,7 @@ end $$;
 
 -- Deletes tags of shares before the virtual time, which no longer have an effect. Each call of _tags deletes
 -- up to twice as many as it can add.
--- Locks: the caller holds the admission lock. No wake-up can be lost: no job changes.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: no job changes.
 create or replace function queue._forget_tags(p_queue text, p_priority integer, p_key text, p_at timestamptz,
   p_most integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -229,7 +229,7 @@ begin
 end $$;
 
 -- Keeps the tag of a job that leaves its lane unclaimed, so that it keeps its place.
--- Locks: the caller holds the admission lock and the job's row of queue.active_job. No wake-up can be lost:
+-- Locks: the caller holds the admission lock and the job's row of queue.active_job. Why no wake-up is lost:
 -- no job becomes ready.
 create or replace function queue._keep_tag(p_id bigint, p_place timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -241,7 +241,7 @@ begin
 end $$;
 
 -- Moves shares back for jobs that will not start there: they have ended, or go to another queue or priority.
--- Locks: the caller holds the admission lock; the jobs are in no lane. No wake-up can be lost: no job becomes
+-- Locks: the caller holds the admission lock; the jobs are in no lane. Why no wake-up is lost: no job becomes
 -- ready.
 create or replace function queue._return_tags(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -273,7 +273,7 @@ end $$;
 -- Starts tags in the lanes of a queue and priority, or, after a change of weights, new tags that lie before
 -- the old ones. _retag gives them to the jobs that are ready there; the cursor says that there is more to do.
 -- (After 2,700 changes no room is left before the old tags; then a change applies only to new jobs.)
--- Locks: the caller holds the admission lock. No wake-up can be lost: jobs with old tags stay ready.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: jobs with old tags stay ready.
 create or replace function queue._begin_tags(p_queue text, p_priority integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -291,7 +291,7 @@ end $$;
 
 -- Ends tags in queues and priorities without ready or running jobs or jobs that wait for slots, if all shares
 -- but that of the jobs without one have been forgotten. So deadlines count again there.
--- Locks: the caller holds the admission lock. No wake-up can be lost: there is no job; one whose claim is
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: there is no job; one whose claim is
 -- uncommitted counts, because the claim may be rolled back.
 create or replace function queue._end_tags()
 returns void language plpgsql volatile parallel unsafe security invoker as $$

@@ -245,7 +245,7 @@ begin
 end $$;
 
 -- Ends the waits of jobs: the step of each is finished, and the payload is its value.
--- Locks: the caller holds the admission lock; the jobs are in no gate. No wake-up can be lost: the caller
+-- Locks: the caller holds the admission lock; the jobs are in no gate. Why no wake-up is lost: the caller
 -- sends the jobs on.
 create or replace function queue._end_waits(p_ids bigint[], p_payload jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -264,7 +264,7 @@ end $$;
 
 -- Deletes expired events, except those that a wait must still get. p_safe_at: the result of _safe_at, called
 -- before everything visible was admitted.
--- Locks: the caller holds the admission lock. No wake-up can be lost: at p_safe_at the transactions of all
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: at p_safe_at the transactions of all
 -- waits that began before the event expired had ended; such a wait has got the event, or is on its way to the
 -- gate (its job is held, or needs another), and queue.suspended shows it.
 create or replace function queue._prune_events(p_max integer, p_safe_at timestamptz)

@@ -138,7 +138,7 @@ end $$;
 -- waits for its client, and has got no message since. (A client that reads a long answer slowly looks the
 -- same; one that copies does not.) p_seen, p_times: what the last look has found, and how often.
 -- Nothing is found if the owner may not see that session, and health names one that the owner may not end.
--- Locks: none. No wake-up can be lost: the transaction of the session that it ends is rolled back as a whole.
+-- Locks: none. Why no wake-up is lost: the transaction of the session that it ends is rolled back as a whole.
 -- Two sessions: tests/py/races/test_frozen.py.
 create or replace function queue._end_stalled(p_seen text, p_times integer, out seen text, out times integer)
 language plpgsql volatile parallel unsafe security invoker as $$

@@ -3107,7 +3107,7 @@ end $$;
 -- waits for its client, and has got no message since. (A client that reads a long answer slowly looks the
 -- same; one that copies does not.) p_seen, p_times: what the last look has found, and how often.
 -- Nothing is found if the owner may not see that session, and health names one that the owner may not end.
--- Locks: none. No wake-up can be lost: the transaction of the session that it ends is rolled back as a whole.
+-- Locks: none. Why no wake-up is lost: the transaction of the session that it ends is rolled back as a whole.
 -- Two sessions: tests/py/races/test_frozen.py.
 create or replace function queue._end_stalled(p_seen text, p_times integer, out seen text, out times integer)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -6588,7 +6588,7 @@ end $$;
 -- the first job of each share and computes the tags of the others, so it costs as much as a sort. Of the
 -- lanes of a queue and priority only some may have jobs that still have to get new tags (_retag takes one
 -- lane after the other), but their shares have the same tags.
--- Locks: the caller holds the admission lock. No wake-up can be lost: the caller makes the jobs ready.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: the caller makes the jobs ready.
 -- In one piece: one query, whose parts pass on whole rows.
 create or replace function queue._tags(p_ids bigint[], p_lanes integer[], p_places timestamptz[],
   p_keys text[] default null, p_moved boolean[] default null)
@@ -6717,7 +6717,7 @@ end $$;
 
 -- Deletes tags of shares before the virtual time, which no longer have an effect. Each call of _tags deletes
 -- up to twice as many as it can add.
--- Locks: the caller holds the admission lock. No wake-up can be lost: no job changes.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: no job changes.
 create or replace function queue._forget_tags(p_queue text, p_priority integer, p_key text, p_at timestamptz,
   p_most integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -6794,7 +6794,7 @@ begin
 end $$;
 
 -- Keeps the tag of a job that leaves its lane unclaimed, so that it keeps its place.
--- Locks: the caller holds the admission lock and the job's row of queue.active_job. No wake-up can be lost:
+-- Locks: the caller holds the admission lock and the job's row of queue.active_job. Why no wake-up is lost:
 -- no job becomes ready.
 create or replace function queue._keep_tag(p_id bigint, p_place timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -6806,7 +6806,7 @@ begin
 end $$;
 
 -- Moves shares back for jobs that will not start there: they have ended, or go to another queue or priority.
--- Locks: the caller holds the admission lock; the jobs are in no lane. No wake-up can be lost: no job becomes
+-- Locks: the caller holds the admission lock; the jobs are in no lane. Why no wake-up is lost: no job becomes
 -- ready.
 create or replace function queue._return_tags(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -6838,7 +6838,7 @@ end $$;
 -- Starts tags in the lanes of a queue and priority, or, after a change of weights, new tags that lie before
 -- the old ones. _retag gives them to the jobs that are ready there; the cursor says that there is more to do.
 -- (After 2,700 changes no room is left before the old tags; then a change applies only to new jobs.)
--- Locks: the caller holds the admission lock. No wake-up can be lost: jobs with old tags stay ready.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: jobs with old tags stay ready.
 create or replace function queue._begin_tags(p_queue text, p_priority integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -6856,7 +6856,7 @@ end $$;
 
 -- Ends tags in queues and priorities without ready or running jobs or jobs that wait for slots, if all shares
 -- but that of the jobs without one have been forgotten. So deadlines count again there.
--- Locks: the caller holds the admission lock. No wake-up can be lost: there is no job; one whose claim is
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: there is no job; one whose claim is
 -- uncommitted counts, because the claim may be rolled back.
 create or replace function queue._end_tags()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -7161,7 +7161,7 @@ end $$;
 
 -- Records p_n starts under a key's rate, and deletes those that no window can contain any more. It keeps all
 -- of the new ones, also if a heavy job counts more often than the rate allows: a greater rate may come.
--- Locks: the caller holds the admission lock. No wake-up can be lost: jobs that the rate holds back wait for
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: jobs that the rate holds back wait for
 -- a time (_rate_opens_at).
 create or replace function queue._count_rate_starts(p_key text, p_limit integer, p_n integer,
   p_now timestamptz)
@@ -7179,7 +7179,7 @@ end $$;
 
 -- Deletes a key's starts up to a number. Of several at one time it keeps the first row while the last remains
 -- (_rate_start_at). The search begins after p_from, up to which all are gone, so it reads no dead rows.
--- Locks: the caller holds the admission lock. No wake-up can be lost: no window contains these starts.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: no window contains these starts.
 create or replace function queue._forget_rate_starts(p_key text, p_from bigint, p_upto bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -9873,7 +9873,7 @@ begin
 end $$;
 
 -- Ends the waits of jobs: the step of each is finished, and the payload is its value.
--- Locks: the caller holds the admission lock; the jobs are in no gate. No wake-up can be lost: the caller
+-- Locks: the caller holds the admission lock; the jobs are in no gate. Why no wake-up is lost: the caller
 -- sends the jobs on.
 create or replace function queue._end_waits(p_ids bigint[], p_payload jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -9892,7 +9892,7 @@ end $$;
 
 -- Deletes expired events, except those that a wait must still get. p_safe_at: the result of _safe_at, called
 -- before everything visible was admitted.
--- Locks: the caller holds the admission lock. No wake-up can be lost: at p_safe_at the transactions of all
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: at p_safe_at the transactions of all
 -- waits that began before the event expired had ended; such a wait has got the event, or is on its way to the
 -- gate (its job is held, or needs another), and queue.suspended shows it.
 create or replace function queue._prune_events(p_max integer, p_safe_at timestamptz)
@@ -10126,7 +10126,7 @@ begin
 end $$;
 
 -- Removes groups that ended long ago and have no jobs any more.
--- Locks: the caller holds the admission lock. No wake-up can be lost: all callbacks have been deferred, or
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: all callbacks have been deferred, or
 -- can't be due any more.
 create or replace function queue._prune_groups(p_max integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
