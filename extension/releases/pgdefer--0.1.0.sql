@@ -12464,8 +12464,7 @@ begin
   return query
     select x.max_attempts, x.failures, coalesce(x.failures + 1 >= x.max_attempts, false)
     from (
-      select queue._max_attempts(coalesce(nullif(j.options -> 'retry', 'null'),
-          nullif(t.defaults -> 'retry', 'null'), '{}'), '{}') as max_attempts,
+      select queue._max_attempts(coalesce(nullif(j.options -> 'retry', 'null'), nullif(t.defaults -> 'retry', 'null'), '{}'), '{}') as max_attempts,
         coalesce((select s.failures from queue.job_override s where s.id = j.id), 0)::integer as failures
       from queue.job j left join queue.task t on t.name = j.task where j.id = attempts_left.id) x;
 end $$;
@@ -12598,9 +12597,7 @@ declare
   v_limit integer;
 begin
   error := left(coalesce(p_outcome ->> 'error', p_outcome ->> 'message'), 10000);
-  select j.task, j.options,
-    coalesce(nullif(j.options -> 'retry', 'null'), nullif(t.defaults -> 'retry', 'null'), '{}') as policy
-  into v_job
+  select j.task, j.options, coalesce(nullif(j.options -> 'retry', 'null'), nullif(t.defaults -> 'retry', 'null'), '{}') as policy into v_job
   from queue.job j left join queue.task t on t.name = j.task where j.id = p_id;
   select coalesce(max(s.failures), 0) as failures, coalesce(max(s.crashes), 0) as crashes,
     coalesce(max(s.progress), 0) as progress
@@ -12649,7 +12646,7 @@ begin
       v_is_alone := p_outcome ? 'claim'
         or exists (select from queue.lane l where l.lane = p_lane and l.kind = 2/* lane_crashed */)
         or exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own);
-      v_limit := case when v_job.policy -> 'max_crashes' <> 'null' is not false
+      v_limit := case when v_job.policy -> 'max_crashes' is distinct from 'null'
         then coalesce((v_job.policy ->> 'max_crashes')::integer, 3) end;
       final := case when v_job.policy ->> 'on_crash' = 'fail'
         or v_is_alone and v_state.crashes + 1 >= v_limit then 'failed' end;
