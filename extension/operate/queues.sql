@@ -66,9 +66,10 @@ begin
       and w.lane = any (array(select l.lane from queue.lane l where l.queue = configure_queue.name));
   end if;
   perform queue._limit_queue(configure_queue.name);
-  if configure_queue.options ? 'paused' then
-    perform queue._set_pause(configure_queue.name, null, (configure_queue.options ->> 'paused')::boolean,
-      null);
+  if configure_queue.options -> 'paused' = 'true' then
+    perform queue._add_pause(configure_queue.name, null, null);
+  elsif configure_queue.options ? 'paused' then
+    perform queue._end_pause(configure_queue.name, null);
   end if;
   perform queue._announce();
   perform queue._audit('configure_queue', jsonb_build_object('name', configure_queue.name, 'options',
@@ -95,7 +96,7 @@ begin
   on conflict on constraint queue_config_pkey do nothing;
   v_is_new := found;
   if v_is_new and create_queue.paused then
-    perform queue._set_pause(create_queue.name, null, true, null);
+    perform queue._add_pause(create_queue.name, null, null);
   end if;
   perform queue._audit('create_queue', jsonb_build_object('name', create_queue.name, 'paused',
     create_queue.paused), array[create_queue.name], jsonb_build_object('exists', not v_is_new));

@@ -19267,7 +19267,7 @@ begin
   perform queue._check_isolation();
   perform queue._lock_admission(true);
   v_before := queue._pauses_before(pause.queue, pause.task);
-  v_affected := queue._set_pause(pause.queue, pause.task, true, pause.until);
+  v_affected := queue._add_pause(pause.queue, pause.task, pause.until);
   perform queue._audit('pause', jsonb_build_object('queue', pause.queue, 'task', pause.task, 'until',
     pause.until), array[coalesce(pause.queue, '*')], v_before);
   return v_affected;
@@ -19292,7 +19292,7 @@ begin
   perform queue._check_isolation();
   perform queue._lock_admission(true);
   v_before := queue._pauses_before(resume.queue, resume.task);
-  v_affected := queue._set_pause(resume.queue, resume.task, false, null);
+  v_affected := queue._end_pause(resume.queue, resume.task);
   perform queue._audit('resume', jsonb_build_object('queue', resume.queue, 'task', resume.task),
     array[coalesce(resume.queue, '*')], v_before);
   return v_affected;
@@ -19302,75 +19302,35 @@ comment on function queue.resume(text, text) is
     ' Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the queue'
     ' stays. Returns the number of affected jobs, not counting running ones.';
 
--- Records and applies a call of pause or resume, and deletes earlier calls that it covers. A pause whose time
--- is over counts as ended: jobs that an earlier pause stopped can start.
--- Locks: the admission lock, waited for; rows of queue.active_job by skip locked. Raises: 22023, QJ008.
+-- Records and applies a call of pause, and deletes earlier calls that it covers. While a task is paused, an
+-- earlier resume of the queue stays: it ended the task's pauses before it. A pause whose time is over counts
+-- as ended: jobs that an earlier pause stopped can start.
+-- Locks: the admission lock, waited for; rows of queue.active_job by skip locked. Raises: 22023, QJ008; the
+-- caller has checked the isolation level.
 -- Why no job is missed: a ready job whose row another transaction holds is handed over (_readmit) until the
 -- row is free. A call that waits for the admission lock first admits new jobs, and so stops them itself. Jobs
 -- that a fetch has claimed start; if the claim is rolled back, the next admission finds them.
-create or replace function queue._set_pause(p_queue text, p_task text, p_is_paused boolean,
-  p_until timestamptz)
+create or replace function queue._add_pause(p_queue text, p_task text, p_until timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_queue text := nullif(p_queue, '*');
-  v_ids bigint[];
   v_is_over boolean;
 begin
-  perform queue._check_isolation();
-  if p_queue is not null then
-    perform queue._check_name('queue', p_queue);
-  end if;
-  if p_task is not null then
-    perform queue._check_name('task', p_task);
-  end if;
+  perform queue._check_pause(p_queue, p_task);
   perform queue._check_moment('until', p_until, true);
   perform queue._admit_all();
   delete from queue.pause p
-  where (v_queue is null or p.queue = v_queue or right(v_queue, 1) = '*'
-    and starts_with(p.queue, left(v_queue, -1)))
-    and (p.task is not distinct from p_task or p_task is null and not p_is_paused)
-    and (p.is_paused or not p_is_paused or p_task is not null
+  where (v_queue is null or queue._matches(p.queue, v_queue)) and p.task is not distinct from p_task
+    and (p.is_paused or p_task is not null
       or not exists (select from queue.pause t where t.task is not null));
-  insert into queue.pause (queue, task, is_paused, until)
-  select v_queue, p_task, p_is_paused, p_until where p_is_paused or exists (select from queue.pause);
+  insert into queue.pause (queue, task, is_paused, until) values (v_queue, p_task, true, p_until);
+  v_is_over := coalesce(p_until <= clock_timestamp(), false);
   if p_task is null then
-    update queue.lane l set paused_until = queue._paused_until(l.queue)
-    where v_queue is null or queue._matches(l.queue, v_queue);
-  end if;
-  v_is_over := not p_is_paused or coalesce(p_until <= clock_timestamp(), false);
-  if p_task is not null and not v_is_over then
-    update queue.waiting w set at = nullif(p_until, 'infinity')
-    where w.reason = 'task_paused'
-      and exists (select from queue.job_now j
-                  where j.id = w.id and j.task = p_task
-                    and (v_queue is null or queue._matches(j.queue, v_queue)));
-    perform queue._return_to_pause(p_task, v_queue, nullif(p_until, 'infinity'));
-    -- ready jobs of the task leave queue.active_job, so that fetch does not meet them
-    v_ids := array(
-      select aj.id from queue.active_job aj join queue.job_now j on j.id = aj.id
-      where j.task = p_task and aj.claim is null
-        and (v_queue is null or queue._matches(j.queue, v_queue)));
-    with gone as (
-      delete from queue.active_job aj
-      where aj.id = any (array(select aj.id from queue.active_job aj
-        where aj.id = any (v_ids) and aj.claim is null
-        and aj.flags & 7/* lock_or_keys */ = 0 and aj.deadline >= '0001-01-01 00:00+00' for update skip locked))
-      returning aj.id)
-    insert into queue.waiting (id, reason, at) select g.id, 'task_paused', nullif(p_until, 'infinity')
-    from gone g;
-    perform queue._readmit(array(select aj.id from queue.active_job aj
-      where aj.id = any (v_ids) and aj.claim is null));
-    perform queue._rewind_due_mark();
-  elsif p_task is not null or not p_is_paused then
-    with gone as (
-      delete from queue.waiting w
-      where w.reason = 'task_paused'
-        and exists (select from queue.job_now j
-                    where j.id = w.id and (p_task is null or j.task = p_task)
-                      and (v_queue is null or queue._matches(j.queue, v_queue)))
-      returning w.id)
-    select array_agg(g.id order by g.id) into v_ids from gone g;
-    perform queue._advance(p_arrived => v_ids);
+    perform queue._mark_paused_lanes(v_queue);
+  elsif v_is_over then
+    perform queue._end_task_pause(p_task, v_queue);
+  else
+    perform queue._pause_task(p_task, v_queue, nullif(p_until, 'infinity'));
   end if;
   perform queue._resume_schedules();
   perform queue._announce();
@@ -19378,6 +19338,98 @@ begin
     perform queue._notify_pause();
   end if;
   return queue._count_open(v_queue, p_task);
+end $$;
+
+-- Records and applies a call of resume, and deletes earlier calls that it covers: without a task, also those
+-- of tasks. It is recorded only if there is a pause, of other queues, that it may be an exception to.
+-- Locks: the admission lock, waited for. Raises: 22023, QJ008; the caller has checked the isolation level.
+create or replace function queue._end_pause(p_queue text, p_task text)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_queue text := nullif(p_queue, '*');
+begin
+  perform queue._check_pause(p_queue, p_task);
+  perform queue._admit_all();
+  delete from queue.pause p
+  where (v_queue is null or queue._matches(p.queue, v_queue)) and (p_task is null or p.task = p_task);
+  insert into queue.pause (queue, task, is_paused)
+  select v_queue, p_task, false where exists (select from queue.pause);
+  if p_task is null then
+    perform queue._mark_paused_lanes(v_queue);
+  end if;
+  perform queue._end_task_pause(p_task, v_queue);
+  perform queue._resume_schedules();
+  perform queue._announce();
+  return queue._count_open(v_queue, p_task);
+end $$;
+
+-- Raises: 22023.
+create or replace function queue._check_pause(p_queue text, p_task text)
+returns void language plpgsql stable parallel unsafe security invoker as $$
+begin
+  if p_queue is not null then
+    perform queue._check_name('queue', p_queue);
+  end if;
+  if p_task is not null then
+    perform queue._check_name('task', p_task);
+  end if;
+end $$;
+
+-- Locks: the caller holds the admission lock.
+create or replace function queue._mark_paused_lanes(p_queue text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  update queue.lane l set paused_until = queue._paused_until(l.queue)
+  where p_queue is null or queue._matches(l.queue, p_queue);
+end $$;
+
+-- Puts jobs of a paused task before its gate: those that wait there get the new time.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. Why no job is missed:
+-- as _add_pause. Why no wake-up is lost: as _return_to_pause.
+create or replace function queue._pause_task(p_task text, p_queue text, p_until timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+begin
+  update queue.waiting w set at = p_until
+  where w.reason = 'task_paused'
+    and exists (select from queue.job_now j
+                where j.id = w.id and j.task = p_task
+                  and (p_queue is null or queue._matches(j.queue, p_queue)));
+  perform queue._return_to_pause(p_task, p_queue, p_until);
+  -- ready jobs of the task leave queue.active_job, so that fetch does not meet them
+  v_ids := array(
+    select aj.id from queue.active_job aj join queue.job_now j on j.id = aj.id
+    where j.task = p_task and aj.claim is null
+      and (p_queue is null or queue._matches(j.queue, p_queue)));
+  with gone as (
+    delete from queue.active_job aj
+    where aj.id = any (array(select aj.id from queue.active_job aj
+      where aj.id = any (v_ids) and aj.claim is null
+      and aj.flags & 7/* lock_or_keys */ = 0 and aj.deadline >= '0001-01-01 00:00+00' for update skip locked))
+    returning aj.id)
+  insert into queue.waiting (id, reason, at) select g.id, 'task_paused', p_until from gone g;
+  perform queue._readmit(array(select aj.id from queue.active_job aj
+    where aj.id = any (v_ids) and aj.claim is null));
+  perform queue._rewind_due_mark();
+end $$;
+
+-- Lets jobs go on that wait at the gate of a paused task; NULL: of all tasks.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: the caller announces what is ready.
+create or replace function queue._end_task_pause(p_task text, p_queue text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+begin
+  with gone as (
+    delete from queue.waiting w
+    where w.reason = 'task_paused'
+      and exists (select from queue.job_now j
+                  where j.id = w.id and (p_task is null or j.task = p_task)
+                    and (p_queue is null or queue._matches(j.queue, p_queue)))
+    returning w.id)
+  select array_agg(g.id order by g.id) into v_ids from gone g;
+  perform queue._advance(p_arrived => v_ids);
 end $$;
 
 -- Moves jobs that wait behind the gate of paused tasks, for a slot or for their turn, back before that gate.
@@ -19515,9 +19567,10 @@ begin
       and w.lane = any (array(select l.lane from queue.lane l where l.queue = configure_queue.name));
   end if;
   perform queue._limit_queue(configure_queue.name);
-  if configure_queue.options ? 'paused' then
-    perform queue._set_pause(configure_queue.name, null, (configure_queue.options ->> 'paused')::boolean,
-      null);
+  if configure_queue.options -> 'paused' = 'true' then
+    perform queue._add_pause(configure_queue.name, null, null);
+  elsif configure_queue.options ? 'paused' then
+    perform queue._end_pause(configure_queue.name, null);
   end if;
   perform queue._announce();
   perform queue._audit('configure_queue', jsonb_build_object('name', configure_queue.name, 'options',
@@ -19544,7 +19597,7 @@ begin
   on conflict on constraint queue_config_pkey do nothing;
   v_is_new := found;
   if v_is_new and create_queue.paused then
-    perform queue._set_pause(create_queue.name, null, true, null);
+    perform queue._add_pause(create_queue.name, null, null);
   end if;
   perform queue._audit('create_queue', jsonb_build_object('name', create_queue.name, 'paused',
     create_queue.paused), array[create_queue.name], jsonb_build_object('exists', not v_is_new));
