@@ -2,9 +2,9 @@
 -- Tests: admit/slots.sql, admit/enter_slots.sql, admit/shares.slots.sql.
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
--- p_from, p_places: they come from the first places of the lines of these keys (_refill). grown: keys whose
--- limit has grown, or for which a job waits that would fit; discarded: jobs in no gate that would have to
--- wait, and must be discarded instead (on_limit).
+-- p_from, p_places: they were the first that waited for these keys, in that order (_refill). grown: keys
+-- whose limit has grown, or for which a job waits that would fit; discarded: jobs in no gate that would have
+-- to wait, and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_from text[] default null,
   p_places timestamptz[] default null, out discarded bigint[], out grown text[])
@@ -38,7 +38,7 @@ begin
     return;
   end if;
   if p_from is not null or (select min(d) < 'infinity' from unnest(v_entries.deadlines) d) then
-    -- in the order of their lines, or of their deadlines
+    -- in the order in which they waited for their keys, or of their deadlines
     select array_agg(x.id) as ids, array_agg(x.lane) as lanes, array_agg(x.deadline) as deadlines,
       array_agg(x.flags) as flags, array_agg(x.attempt) as attempts, array_agg(p_from[x.n]) as keys,
       array_agg(x.place) as places
@@ -60,10 +60,11 @@ begin
   grown := grown || v_taken.grown;
 end $$;
 
--- Like _enter_slots, for jobs whose places are known (_queue_entries). p_is_refill: they need not queue up
--- behind the jobs that wait. But a job from another key's line does so if the first job in this key's line
--- comes before it, by deadline and id; where shares take turns, by id. So a heavy job that has become the
--- first is passed only by jobs that come before it, and not for ever by jobs that wait for another key.
+-- Like _enter_slots, for jobs whose places are known (_queue_entries). A key's line, here: the jobs of a lane
+-- that wait for it, in their order. p_is_refill: they need not queue up behind the jobs that wait. But a job
+-- from another key's line does so if the first job in this key's line comes before it, by deadline and id;
+-- where shares take turns, by id. So a heavy job that has become the first is passed only by jobs that come
+-- before it, and not for ever by jobs that wait for another key.
 --
 -- Why this ends: suppose that no slot becomes free, and that some jobs change lines for ever. Of these, m is
 -- the first by that order. Room only shrinks, so a job that goes to a line because it does not fit stays in

@@ -11,15 +11,15 @@
 -- tag_base. Jobs without a share form one share, ''. Jobs that were ready before get their tags slice by
 -- slice (_retag). Jobs that wait for a slot of a key have tags of this key, by the same rule: so shares
 -- also take turns at slots, and a share whose jobs wait at one key does not fall behind elsewhere. Before
--- jobs wait there, slots go to the jobs of an admission in the order of the tags that a line would give
--- them (_turns). A job that is ready does not give its slot to one that is admitted later.
+-- jobs wait there, slots go to the jobs of an admission in the order of the tags that they would get as
+-- they begin to wait (_turns). A job that is ready does not give its slot to one that is admitted later.
 -- A job that leaves its lane unclaimed keeps its tag (queue.job_override) for its return, or gives it back to
 -- its share (_return_tags).
 -- Everything here runs under the admission lock.
 
 -- Returns the tags of jobs that become ready in lanes, or, with p_keys, begin to wait for a slot of a key; in
 -- a lane without tags the places that were passed. p_places: the order of jobs within a share, before that of
--- ids. p_moved: those that come from the line of another key, where a kept tag does not count. It looks up
+-- ids. p_moved: those that waited for another key, where a kept tag does not count. It looks up
 -- the first job of each share and computes the tags of the others, so it costs as much as a sort. Of the
 -- lanes of a queue and priority only some may have jobs that still have to get new tags (_retag takes one
 -- lane after the other), but their shares have the same tags.
@@ -116,8 +116,8 @@ begin
 end $$;
 
 -- The order in which jobs get the first slots of keys, as places in p_ids: that of the tags which they would
--- have in new lines, one for each of the pairs. A job with several keys comes when it has its turn at each.
--- p_ns, p_pairs: which job has which (key, lane). In a lane without tags all are one share.
+-- get if they began to wait, for each of the pairs. A job with several keys comes when it has its turn at
+-- each. p_ns, p_pairs: which job has which (key, lane). In a lane without tags all are one share.
 -- Arrays stand where joins would, because the planner may join only by nested loops here.
 create or replace function queue._turns(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
   p_ns integer[], p_pairs integer[])

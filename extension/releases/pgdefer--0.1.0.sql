@@ -6576,15 +6576,15 @@ end $$;
 -- tag_base. Jobs without a share form one share, ''. Jobs that were ready before get their tags slice by
 -- slice (_retag). Jobs that wait for a slot of a key have tags of this key, by the same rule: so shares
 -- also take turns at slots, and a share whose jobs wait at one key does not fall behind elsewhere. Before
--- jobs wait there, slots go to the jobs of an admission in the order of the tags that a line would give
--- them (_turns). A job that is ready does not give its slot to one that is admitted later.
+-- jobs wait there, slots go to the jobs of an admission in the order of the tags that they would get as
+-- they begin to wait (_turns). A job that is ready does not give its slot to one that is admitted later.
 -- A job that leaves its lane unclaimed keeps its tag (queue.job_override) for its return, or gives it back to
 -- its share (_return_tags).
 -- Everything here runs under the admission lock.
 
 -- Returns the tags of jobs that become ready in lanes, or, with p_keys, begin to wait for a slot of a key; in
 -- a lane without tags the places that were passed. p_places: the order of jobs within a share, before that of
--- ids. p_moved: those that come from the line of another key, where a kept tag does not count. It looks up
+-- ids. p_moved: those that waited for another key, where a kept tag does not count. It looks up
 -- the first job of each share and computes the tags of the others, so it costs as much as a sort. Of the
 -- lanes of a queue and priority only some may have jobs that still have to get new tags (_retag takes one
 -- lane after the other), but their shares have the same tags.
@@ -6681,8 +6681,8 @@ begin
 end $$;
 
 -- The order in which jobs get the first slots of keys, as places in p_ids: that of the tags which they would
--- have in new lines, one for each of the pairs. A job with several keys comes when it has its turn at each.
--- p_ns, p_pairs: which job has which (key, lane). In a lane without tags all are one share.
+-- get if they began to wait, for each of the pairs. A job with several keys comes when it has its turn at
+-- each. p_ns, p_pairs: which job has which (key, lane). In a lane without tags all are one share.
 -- Arrays stand where joins would, because the planner may join only by nested loops here.
 create or replace function queue._turns(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
   p_ns integer[], p_pairs integer[])
@@ -8345,9 +8345,9 @@ end $$;
 -- Tests: admit/slots.sql, admit/enter_slots.sql, admit/shares.slots.sql.
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
--- p_from, p_places: they come from the first places of the lines of these keys (_refill). grown: keys whose
--- limit has grown, or for which a job waits that would fit; discarded: jobs in no gate that would have to
--- wait, and must be discarded instead (on_limit).
+-- p_from, p_places: they were the first that waited for these keys, in that order (_refill). grown: keys
+-- whose limit has grown, or for which a job waits that would fit; discarded: jobs in no gate that would have
+-- to wait, and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_from text[] default null,
   p_places timestamptz[] default null, out discarded bigint[], out grown text[])
@@ -8381,7 +8381,7 @@ begin
     return;
   end if;
   if p_from is not null or (select min(d) < 'infinity' from unnest(v_entries.deadlines) d) then
-    -- in the order of their lines, or of their deadlines
+    -- in the order in which they waited for their keys, or of their deadlines
     select array_agg(x.id) as ids, array_agg(x.lane) as lanes, array_agg(x.deadline) as deadlines,
       array_agg(x.flags) as flags, array_agg(x.attempt) as attempts, array_agg(p_from[x.n]) as keys,
       array_agg(x.place) as places
@@ -8403,10 +8403,11 @@ begin
   grown := grown || v_taken.grown;
 end $$;
 
--- Like _enter_slots, for jobs whose places are known (_queue_entries). p_is_refill: they need not queue up
--- behind the jobs that wait. But a job from another key's line does so if the first job in this key's line
--- comes before it, by deadline and id; where shares take turns, by id. So a heavy job that has become the
--- first is passed only by jobs that come before it, and not for ever by jobs that wait for another key.
+-- Like _enter_slots, for jobs whose places are known (_queue_entries). A key's line, here: the jobs of a lane
+-- that wait for it, in their order. p_is_refill: they need not queue up behind the jobs that wait. But a job
+-- from another key's line does so if the first job in this key's line comes before it, by deadline and id;
+-- where shares take turns, by id. So a heavy job that has become the first is passed only by jobs that come
+-- before it, and not for ever by jobs that wait for another key.
 --
 -- Why this ends: suppose that no slot becomes free, and that some jobs change lines for ever. Of these, m is
 -- the first by that order. Room only shrinks, so a job that goes to a line because it does not fit stays in
@@ -15878,11 +15879,11 @@ end $$;
 -- among p_only. p_limits: as for _claim_limited.
 -- It also looks at jobs that wait for a slot where slots are free, because the ready jobs of the lane may not
 -- match. Not in queues that may start no more. Those that it makes ready and does not claim go back to wait,
--- so that they start in their order. Some only go to the line of another key; if it meets many of these, it
+-- so that they start in their order. Some only begin to wait for another key; if it meets many of these, it
 -- hands the rest over to the next fetch: after 100 ms and 20 rounds, so that a few never depend on the clock.
 -- Locks: as _claim_limited.
 -- Why no wake-up is lost: the settlement that it leaves keeps workers awake, and each of these fetches moves
--- jobs to lines that it does not look at again while their keys are full.
+-- jobs to full keys, and does not look at them again while those are full.
 -- Two sessions: defer/queueing_locks.replace_fetch.spec.
 create or replace function queue._claim_filtered(
   p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[],
@@ -15993,7 +15994,7 @@ begin
       cross join lateral unnest(s.lanes, s.waiting, s.lows, s.low_deadlines)
         l (lane, waiting, low, low_deadline)
       where least(s.free, s.rate_room) > 0 and l.waiting > 0 and l.lane = any (p_lanes) offset 0) s
-    cross join lateral queue._find_in_line(s.key, s.lane, s.low_deadline, s.low, s.heaviest,
+    cross join lateral queue._find_waiting(s.key, s.lane, s.low_deadline, s.low, s.heaviest,
       least(s.free, p_n), p_tasks, p_before) w (id, deadline)
     order by array_position(p_lanes, s.lane), w.deadline, w.id limit p_n);
 end $$;
@@ -16004,7 +16005,7 @@ end $$;
 -- However many others wait, it reads few rows: one index has the tasks, and another one the weights; it reads
 -- the first job of each weight. For p_before it looks at the first 200 jobs of each task: in a lane they are
 -- those with the nearest deadlines, except where shares take turns.
-create or replace function queue._find_in_line(
+create or replace function queue._find_waiting(
   p_key text, p_lane integer, p_low_deadline timestamptz, p_low bigint, p_heaviest integer, p_n integer,
   p_tasks text[], p_before timestamptz)
 returns table (id bigint, deadline timestamptz)

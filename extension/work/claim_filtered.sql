@@ -5,11 +5,11 @@
 -- among p_only. p_limits: as for _claim_limited.
 -- It also looks at jobs that wait for a slot where slots are free, because the ready jobs of the lane may not
 -- match. Not in queues that may start no more. Those that it makes ready and does not claim go back to wait,
--- so that they start in their order. Some only go to the line of another key; if it meets many of these, it
+-- so that they start in their order. Some only begin to wait for another key; if it meets many of these, it
 -- hands the rest over to the next fetch: after 100 ms and 20 rounds, so that a few never depend on the clock.
 -- Locks: as _claim_limited.
 -- Why no wake-up is lost: the settlement that it leaves keeps workers awake, and each of these fetches moves
--- jobs to lines that it does not look at again while their keys are full.
+-- jobs to full keys, and does not look at them again while those are full.
 -- Two sessions: defer/queueing_locks.replace_fetch.spec.
 create or replace function queue._claim_filtered(
   p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[],
@@ -120,7 +120,7 @@ begin
       cross join lateral unnest(s.lanes, s.waiting, s.lows, s.low_deadlines)
         l (lane, waiting, low, low_deadline)
       where least(s.free, s.rate_room) > 0 and l.waiting > 0 and l.lane = any (p_lanes) offset 0) s
-    cross join lateral queue._find_in_line(s.key, s.lane, s.low_deadline, s.low, s.heaviest,
+    cross join lateral queue._find_waiting(s.key, s.lane, s.low_deadline, s.low, s.heaviest,
       least(s.free, p_n), p_tasks, p_before) w (id, deadline)
     order by array_position(p_lanes, s.lane), w.deadline, w.id limit p_n);
 end $$;
@@ -131,7 +131,7 @@ end $$;
 -- However many others wait, it reads few rows: one index has the tasks, and another one the weights; it reads
 -- the first job of each weight. For p_before it looks at the first 200 jobs of each task: in a lane they are
 -- those with the nearest deadlines, except where shares take turns.
-create or replace function queue._find_in_line(
+create or replace function queue._find_waiting(
   p_key text, p_lane integer, p_low_deadline timestamptz, p_low bigint, p_heaviest integer, p_n integer,
   p_tasks text[], p_before timestamptz)
 returns table (id bigint, deadline timestamptz)
