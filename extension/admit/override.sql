@@ -62,8 +62,8 @@ begin
 end $$;
 
 -- Lets jobs that sleep continue at another time (NULL: now), which becomes the value of the step.
--- Locks: the caller holds the admission lock, under which alone the jobs can continue. No wake-up can be
--- lost: the caller gives the jobs their new time.
+-- Locks: the caller holds the admission lock, under which alone the jobs can continue.
+-- Why no wake-up is lost: the caller gives the jobs their new time.
 create or replace function queue._change_sleep(p_ids bigint[], p_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

@@ -81,8 +81,8 @@ end $$;
 -- if from p_from on several settlements are pending.
 -- Its statements are few and short: their set-up is most of the time from a signal to its job's start.
 -- is_suspended stays set in queue.job_override, until the end of an attempt or this gate sets it anew.
--- Locks: the caller holds the admission lock, which protects all rows that change here. No wake-up can be
--- lost: a signal that is not taken here is left to _take_signals.
+-- Locks: the caller holds the admission lock, which protects all rows that change here.
+-- Why no wake-up is lost: a signal that is not taken here is left to _take_signals.
 create or replace function queue._resume_signalled(
   p_ids bigint[], p_worker bigint default null, p_queues text[] default null, p_from xid8 default null)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$

@@ -245,6 +245,7 @@ def test_a_call_on_selected_jobs_that_stops(
 @pytest.mark.usefixtures("one_is_locked")
 def test_a_call_that_takes_too_long(monkeypatch: pytest.MonkeyPatch, site: str) -> None:
     monkeypatch.setitem(database.SETTINGS, "statement_timeout", "5000")
+    monkeypatch.setitem(database.SETTINGS, "lock_timeout", "0")
     with logged_in(site, "page_operator") as client:
         answer = send(client, "/jobs/2/hold")
         assert answer.status_code == 504

@@ -19,8 +19,8 @@ STATUS = {"QJ001": 404, "42501": 403, "54001": 400, "57014": 504}
 
 # Every operation admits all new jobs first, so that it finds each in its place.
 BACKLOG = (
-    "Nothing was changed. If many new jobs wait and no worker runs, first call queue.tick() until it "
-    "admits none, or start a worker. Then try again."
+    "Nothing was changed. If many new jobs wait and no worker runs, start a worker, or call "
+    "queue.tick() until it admits none. Then try again."
 )
 
 
