@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 
 import psycopg
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from psycopg import sql as sql_of
 from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 
@@ -285,6 +288,75 @@ def test_a_second_map_is_refused_and_a_copy_learns(cluster: Cluster, dsns: dict[
     assert cluster.check() == []  # a still serves it, and c has a newer word
     assert rows(dsns["a"], learn, given) == [(1,)]
     assert cluster.check() == ["slot 0: no shard"]
+
+
+@contextlib.contextmanager
+def elsewhere(server: EmbeddedServer, cluster: Cluster) -> Iterator[str]:
+    """Yield the DSN of a copy of shard a; when the block ends, the shard is there no longer."""
+    database = sql_of.Identifier("shard_a_copy")
+    with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+        cluster.close()
+        connection.execute(
+            "select pg_terminate_backend(pid, 5000) from pg_stat_activity where datname = 'shard_a'"
+        )
+        connection.execute(sql_of.SQL("create database {} template shard_a").format(database))
+        try:
+            yield make_conninfo(server.dsn("shard_a_copy"))
+        finally:
+            connection.execute(sql_of.SQL("drop database {} with (force)").format(database))
+
+
+async def test_a_program_follows_a_shard_to_its_new_dsn(
+    cluster: Cluster, app: App, dsns: dict[str, str], server: EmbeddedServer
+) -> None:
+    """When it has the new map, and by itself once the old address is dead."""
+    (key,) = keys(lambda key: shard_of(key) * 3 // 1024 == 0, 1)
+    informed, waiting, asynchronous = (Cluster(app, dsns["b"]) for _ in range(3))
+    first = informed.defer("work", {}, shard_key=key)
+    waiting.defer("work", {}, shard_key=key)
+    await asynchronous.defer_async("work", {}, shard_key=key)
+    await asynchronous.close_async()
+    waiting.close()
+    with elsewhere(server, informed) as moved:
+        cluster.add("a", moved)
+        informed.refresh("b")
+        informed.defer("work", {}, shard_key=key, needs=[first])
+        assert first.state() == "ready"
+        assert rows(moved, "select count(*) from queue.jobs") == [(4,)]
+        assert rows(dsns["a"], "select count(*) from queue.jobs") == [(3,)]
+        rows(server.dsn("postgres"), "alter database shard_a allow_connections false")
+        try:
+            waiting.defer("work", {}, shard_key=key)
+            waiting.defer_many((name, app.prepare("work")) for name in (key, key))
+            await asynchronous.defer_async("work", {}, shard_key=key)
+        finally:
+            rows(server.dsn("postgres"), "alter database shard_a allow_connections true")
+        assert rows(moved, "select count(*) from queue.jobs") == [(8,)]
+        for each in (informed, waiting):
+            each.close()
+        await asynchronous.close_async()
+
+
+def test_a_call_that_may_have_deferred_is_not_made_again(
+    cluster: Cluster, app: App, dsns: dict[str, str], server: EmbeddedServer
+) -> None:
+    (key,) = keys(lambda key: shard_of(key) * 3 // 1024 == 0, 1)
+    with contextlib.closing(Cluster(app, dsns["b"])) as late, elsewhere(server, cluster) as moved:
+        late.refresh()
+        cluster.add("a", moved)
+        rows(
+            dsns["a"],
+            "create function queue.shard_lost() returns trigger language plpgsql as"
+            " 'begin perform pg_terminate_backend(pg_backend_pid()); return new; end';"
+            " create trigger lost before insert on queue.queueing_lock"
+            " for each row execute function queue.shard_lost()",
+        )
+        with pytest.raises(psycopg.OperationalError):
+            late.defer("work", {}, shard_key=key, queueing_lock="q")
+        assert rows(moved, "select count(*) from queue.jobs") == [(0,)]
+        late.defer("work", {}, shard_key=key)
+        assert rows(moved, "select count(*) from queue.jobs") == [(1,)]
+        rows(dsns["a"], "drop function queue.shard_lost() cascade")
 
 
 def test_a_shard_that_was_away_brings_no_old_dsn_back(

@@ -70,8 +70,6 @@ class Cluster(Deferring, AsyncDeferring):
             {**self.map.shards, name: dsn}, self.map.slots, {**self.map.versions, name: version}
         )
         install(dsn, self=name, known=known)
-        if name in self._apps:
-            self._apps.pop(name).close()
         self.map = known
         return self.tell()
 

@@ -23,11 +23,19 @@ class ClusterBase:
         self.map = ShardMap()
         self._seeds = [app.bind(dsn) for dsn in dsns]
         self._apps: dict[str, App] = {}
+        self._bound_to: dict[str, str] = {}
 
     def app_of(self, shard: str) -> App:
-        """Return the app bound to a shard. Raises LookupError if the map does not know it."""
+        """Return the app bound to a shard. Raises LookupError if the map does not know it.
+
+        If the shard's DSN has changed, the app and its jobs follow it.
+        """
+        dsn = self.map.shards[shard]
         if shard not in self._apps:
-            self._apps[shard] = self.app.bind(self.map.shards[shard])
+            self._apps[shard] = self.app.bind(dsn)
+        elif self._bound_to[shard] != dsn:
+            self._apps[shard].client.move(dsn)
+        self._bound_to[shard] = dsn
         return self._apps[shard]
 
     def apps(self) -> Iterator[App]:
@@ -60,6 +68,11 @@ class ClusterBase:
             if isinstance(need, Job) and self.map.slots and not self._is_in(need, job.key):
                 raise ValueError(f"job {need.id}, which this one needs, is in another shard")
         return job
+
+    def _home_of(self, key: str) -> tuple[str, str]:
+        """Return the shard of a key, and its DSN."""
+        shard = self.map.slots[shard_of(key)][0]
+        return shard, self.map.shards[shard]
 
     def _is_in(self, job: Job[Any], key: str) -> bool:
         return job.client is self.app_of(self.map.slots[shard_of(key)][0]).client

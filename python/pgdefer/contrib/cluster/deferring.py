@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any, Unpack
 
+import psycopg
+
 from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.base import ClusterBase
-from pgdefer.contrib.cluster.shards import ELSEWHERE, KeyedJob, shard_of
+from pgdefer.contrib.cluster.shards import ELSEWHERE, KeyedJob, is_unreached, shard_of
 from pgdefer.database.callers import OWN, AnyConnection
-from pgdefer.errors import InvalidParameter, sqlstate_of
+from pgdefer.errors import InvalidParameter, PgDeferError, sqlstate_of
 from pgdefer.options import DeferOptions
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.prepared import deferring
@@ -83,6 +86,7 @@ class Deferring(ClusterBase):
         shard = self.map.slots[shard_of(jobs[0].key)][0]
         until = monotonic() + self.patience
         while True:
+            home = self._home_of(jobs[0].key)
             app = self.app_of(shard)
             calls = [job.call for job in jobs]
             text = f"[{','.join(job.to_json() for job in jobs)}]"
@@ -95,16 +99,37 @@ class Deferring(ClusterBase):
                         deferral.jobs.extend(done)
                     return done
             except Exception as error:
-                is_late = monotonic() > until
-                if sqlstate_of(error) not in ELSEWHERE or connection is not OWN or is_late:
+                is_reached = sqlstate_of(error) in ELSEWHERE
+                if connection is not OWN or (is_reached and monotonic() > until):
+                    raise
+                if not is_reached and not self._has_moved(error, home):
                     raise
             if len(keys) > 1:
                 by_key = {
                     key: self._deferred([job for job in jobs if job.key == key]) for key in keys
                 }
                 return [by_key[job.key].pop(0) for job in jobs]
+            if not is_reached:
+                shard = self._home_of(jobs[0].key)[0]
+                continue
             self.refresh(shard)
             found = (app.client.call(sql.FIND, {"key": jobs[0].key}))[0][0]
             if found in (None, shard):
                 time.sleep(0.02)
             shard = found or shard
+
+    def _has_moved(self, error: Exception, home: tuple[str, str]) -> bool:
+        """Ask the other databases for the map, as a shard does not answer.
+
+        Return whether it is elsewhere, and the call was not made: only then it can be made again.
+        """
+        if not isinstance(error, psycopg.OperationalError):
+            return False
+        shard, dsn = home
+        for app in self.apps():
+            if self._apps.get(shard) is not app:
+                with contextlib.suppress(psycopg.Error, PgDeferError):
+                    told = (app.client.call(sql.MAP, {}))[0][0]
+                    if told["slots"]:
+                        self.map.learn(told)
+        return self.map.shards[shard] != dsn and is_unreached(error)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from time import monotonic
 from typing import Any, Unpack
 
+import psycopg
+
 from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.base import ClusterBase
-from pgdefer.contrib.cluster.shards import ELSEWHERE, KeyedJob, shard_of
+from pgdefer.contrib.cluster.shards import ELSEWHERE, KeyedJob, is_unreached, shard_of
 from pgdefer.database.callers import OWN, AnyAsyncConnection
-from pgdefer.errors import InvalidParameter, sqlstate_of
+from pgdefer.errors import InvalidParameter, PgDeferError, sqlstate_of
 from pgdefer.options import DeferOptions
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.prepared import deferring
@@ -84,6 +87,7 @@ class AsyncDeferring(ClusterBase):
         shard = self.map.slots[shard_of(jobs[0].key)][0]
         until = monotonic() + self.patience
         while True:
+            home = self._home_of(jobs[0].key)
             app = self.app_of(shard)
             calls = [job.call for job in jobs]
             text = f"[{','.join(job.to_json() for job in jobs)}]"
@@ -98,8 +102,10 @@ class AsyncDeferring(ClusterBase):
                         deferral.jobs.extend(done)
                     return done
             except Exception as error:
-                is_late = monotonic() > until
-                if sqlstate_of(error) not in ELSEWHERE or connection is not OWN or is_late:
+                is_reached = sqlstate_of(error) in ELSEWHERE
+                if connection is not OWN or (is_reached and monotonic() > until):
+                    raise
+                if not is_reached and not await self._has_moved_async(error, home):
                     raise
             if len(keys) > 1:
                 by_key = {
@@ -107,8 +113,27 @@ class AsyncDeferring(ClusterBase):
                     for key in keys
                 }
                 return [by_key[job.key].pop(0) for job in jobs]
+            if not is_reached:
+                shard = self._home_of(jobs[0].key)[0]
+                continue
             await self.refresh_async(shard)
             found = (await app.client.call_async(sql.FIND, {"key": jobs[0].key}))[0][0]
             if found in (None, shard):
                 await asyncio.sleep(0.02)
             shard = found or shard
+
+    async def _has_moved_async(self, error: Exception, home: tuple[str, str]) -> bool:
+        """Ask the other databases for the map, as a shard does not answer.
+
+        Return whether it is elsewhere, and the call was not made: only then it can be made again.
+        """
+        if not isinstance(error, psycopg.OperationalError):
+            return False
+        shard, dsn = home
+        for app in self.apps():
+            if self._apps.get(shard) is not app:
+                with contextlib.suppress(psycopg.Error, PgDeferError):
+                    told = (await app.client.call_async(sql.MAP, {}))[0][0]
+                    if told["slots"]:
+                        self.map.learn(told)
+        return self.map.shards[shard] != dsn and is_unreached(error)

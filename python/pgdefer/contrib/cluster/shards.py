@@ -9,16 +9,33 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import psycopg
+
 from pgdefer.app import App
 from pgdefer.options import IN_TEMPLATES
 from pgdefer.tasks.prepared_job import PreparedJob
 
-__all__ = ["PARTS", "SLOTS", "KeyedJob", "ShardMap", "key_of", "part_of", "shard_of"]
+__all__ = [
+    "PARTS",
+    "SLOTS",
+    "KeyedJob",
+    "ShardMap",
+    "is_unreached",
+    "key_of",
+    "part_of",
+    "shard_of",
+]
 
 SLOTS = 1024
 PARTS = 4096  # of a slot
 # The SQLSTATEs that say to ask elsewhere: the key belongs to another shard; it is on its way.
 ELSEWHERE = ("55000", "55P03")
+
+
+def is_unreached(error: psycopg.OperationalError) -> bool:
+    """Whether no connection was made. If one was lost, the call may have been made."""
+    is_timeout = isinstance(error, psycopg.errors.ConnectionTimeout)
+    return is_timeout or error.pgconn is not None or isinstance(error.__cause__, OSError)
 
 
 def shard_of(key: str) -> int:
