@@ -235,7 +235,9 @@ class _Run:
         telemetry = self._telemetry
         ended = time.perf_counter() if telemetry.is_measuring else 0
         otel_context.detach(self._token)
-        if (suspended := suspension(error)) and self._job.steps.ended_as is not None:
+        if (
+            suspended := suspension(error, self._job.steps)
+        ) and self._job.steps.ended_as is not None:
             error = suspended.__cause__  # of a step that has failed; sleeps and waits have none
         try:
             if error is not None and self._span.is_recording():

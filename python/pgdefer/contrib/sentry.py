@@ -130,7 +130,7 @@ def _transaction(job: JobContext) -> Iterator[None]:
 
 def _failure(job: JobContext, error: BaseException) -> BaseException | None:
     """Return why a run fails; a run that sleeps or waits does not, though it raises."""
-    suspended = suspension(error)
+    suspended = suspension(error, job.steps)
     if suspended is None:
         return error
     return suspended.__cause__ if job.steps.ended_as is not None else None

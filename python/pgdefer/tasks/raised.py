@@ -6,10 +6,14 @@ Tests: integration/test_failures.py, integration/test_worker_timeouts.py.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
-from pgdefer.errors import PgDeferError
+from pgdefer.errors import ClaimLost, PgDeferError
 from pgdefer.options import HasId, as_list
+
+if TYPE_CHECKING:
+    from pgdefer.tasks.steps import Steps
 
 __all__ = ["JobAborted", "JobSuspended", "JobTimeout", "RetryLater", "suspension"]
 
@@ -22,11 +26,27 @@ class JobSuspended(BaseException):
     """
 
 
-def suspension(error: BaseException | None) -> JobSuspended | None:
-    """Return the JobSuspended that an error is, or of which the group of a TaskGroup consists."""
-    while isinstance(error, BaseExceptionGroup) and error.split(JobSuspended)[1] is None:
-        error = error.exceptions[0]
-    return error if isinstance(error, JobSuspended) else None
+def suspension(error: BaseException | None, steps: Steps) -> JobSuspended | None:
+    """Return the JobSuspended that an error is, or of which the group of a TaskGroup consists.
+
+    Once a call has ended the claim, the calls beside it may raise ClaimLost. The one that a failed
+    step has caused comes first.
+    """
+    found = list(_members(error))
+    suspended = [one for one in found if isinstance(one, JobSuspended)]
+    others = [one for one in found if not isinstance(one, JobSuspended)]
+    if steps.ended_as is not None:
+        others = [one for one in others if not isinstance(one, ClaimLost)]
+    suspended.sort(key=lambda one: one.__cause__ is None)
+    return suspended[0] if suspended and not others else None
+
+
+def _members(error: BaseException | None) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            yield from _members(one)
+    elif error is not None:
+        yield error
 
 
 class JobTimeout(BaseException):

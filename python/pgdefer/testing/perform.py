@@ -96,7 +96,7 @@ async def perform(
     except Misuse:
         raise
     except BaseException as error:
-        if suspension(error) is not None:
+        if suspension(error, job.steps) is not None:
             return Ended(None)
         is_aborted = isinstance(error, asyncio.CancelledError) and job._abort_reason is not None
         if not is_aborted and not isinstance(error, Exception | JobTimeout):

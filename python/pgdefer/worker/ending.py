@@ -27,6 +27,7 @@ __all__ = [
     "stops_with",
     "success",
     "timed_out",
+    "was_told_to_end",
 ]
 
 log = logger("pgdefer.worker")
@@ -48,6 +49,12 @@ def stops_with(worker: asyncio.Task[Any] | None, job: JobContext) -> None:
     own = asyncio.current_task()
     if own is not None and own.cancelling():
         job._abort_reason = STOPPED
+
+
+def was_told_to_end(job: JobContext, error: BaseException) -> bool:
+    """Whether an error is how a handler ends that was told to."""
+    is_end = isinstance(error, asyncio.CancelledError | JobAborted | JobTimeout)
+    return is_end and job._abort_reason is not None
 
 
 def is_late(job: JobContext) -> bool:

@@ -25,7 +25,7 @@ from pgdefer.tasks.middleware import AsyncEntered, Entered
 from pgdefer.tasks.raised import suspension
 from pgdefer.tasks.task import Task
 from pgdefer.worker import memory, outcomes
-from pgdefer.worker.ending import outcome_of, stops_with, success, timed_out
+from pgdefer.worker.ending import outcome_of, stops_with, success, timed_out, was_told_to_end
 from pgdefer.worker.invoke import call_handler, call_in_transaction, driver, transaction
 from pgdefer.worker.invoke_async import call_handler_async, call_in_transaction_async
 
@@ -102,13 +102,17 @@ def _settled(
     if isinstance(result, outcomes.Settled):
         settled = result
     elif job.steps.ended_as is not None:
-        suspended = suspension(error)
+        suspended = suspension(error, job.steps)
         cause = suspended.__cause__ if suspended else None
         job._error = cause  # a step has failed with it
         settled = outcomes.Settled(*job.steps.ended_as, "" if cause is None else error_text(cause))
     else:
         return None
-    if error is not None and suspension(error) is None:
+    if (
+        error is not None
+        and suspension(error, job.steps) is None
+        and not was_told_to_end(job, error)
+    ):
         log.error("%r raised after its end was stored", job, exc_info=error)
     return settled
 

@@ -134,7 +134,7 @@ class ClaimedJob(JobContext):
             return error is None
         if self.steps.ended_as is not None:
             self._end(outcomes.Settled(*self.steps.ended_as))
-            return error is None or suspension(error) is not None
+            return error is None or suspension(error, self.steps) is not None
         if error is None:
             self.succeed()
         elif isinstance(error, Exception):
