@@ -128,6 +128,10 @@ class JobContext(DurableCalls, AsyncDurableCalls):
         except (TypeError, ValueError):
             return None
 
+    def _is_here(self) -> bool:
+        """Whether this code is of the job's run; a thread's may not be known to be."""
+        return running_job() is self
+
     def should_abort(self) -> bool:
         """Whether the job was cancelled, timed out, or lost, or its worker stops at once.
 

@@ -43,10 +43,10 @@ class DurableCalls(StepCalls):
             if key is None:
                 return
             parameters = {**self._keyed(key), **when}
-            self._store_kept()
-            ((outcome,),) = self.client.call(sql.SLEEP, parameters)
-            self.steps.suspended(outcome, "scheduled")
-            raise JobSuspended
+            with self._ending():
+                ((outcome,),) = self.client.call(sql.SLEEP, parameters)
+                self.steps.suspended(outcome, "scheduled")
+                raise JobSuspended
 
     def wait_for(
         self,
@@ -74,10 +74,10 @@ class DurableCalls(StepCalls):
                 "event": event,
                 "timeout": length,
             }
-            self._store_kept()
-            ((outcome,),) = self.client.call(sql.WAIT, parameters)
-            self.steps.suspended(outcome, "waiting")
-            raise JobSuspended
+            with self._ending():
+                ((outcome,),) = self.client.call(sql.WAIT, parameters)
+                self.steps.suspended(outcome, "waiting")
+                raise JobSuspended
 
     # Children
 
@@ -119,11 +119,11 @@ class DurableCalls(StepCalls):
         """Wait for jobs, unless the step of this name is finished."""
         with self._step(name, None) as (key, _):
             if key is not None and ids:
-                self._store_kept()
                 parameters = {**self._keyed(key), "jobs": ids}
-                ((outcome,),) = self.client.call(sql.AWAIT_JOBS, parameters)
-                self.steps.suspended(outcome, "waiting")
-                raise JobSuspended
+                with self._ending():
+                    ((outcome,),) = self.client.call(sql.AWAIT_JOBS, parameters)
+                    self.steps.suspended(outcome, "waiting")
+                    raise JobSuspended
 
     def _ended(self, ids: list[int]) -> list[Child] | None:
         """Return the rows of children, or None unless all have ended; reads only unknown ones.

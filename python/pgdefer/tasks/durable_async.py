@@ -42,10 +42,10 @@ class AsyncDurableCalls(AsyncStepCalls):
             if key is None:
                 return
             parameters = {**self._keyed(key), **when}
-            await self._store_kept_async()
-            ((outcome,),) = await self.client.call_async(sql.SLEEP, parameters)
-            self.steps.suspended(outcome, "scheduled")
-            raise JobSuspended
+            async with self._ending_async():
+                ((outcome,),) = await self.client.call_async(sql.SLEEP, parameters)
+                self.steps.suspended(outcome, "scheduled")
+                raise JobSuspended
 
     async def wait_for_async(
         self,
@@ -73,10 +73,10 @@ class AsyncDurableCalls(AsyncStepCalls):
                 "event": event,
                 "timeout": length,
             }
-            await self._store_kept_async()
-            ((outcome,),) = await self.client.call_async(sql.WAIT, parameters)
-            self.steps.suspended(outcome, "waiting")
-            raise JobSuspended
+            async with self._ending_async():
+                ((outcome,),) = await self.client.call_async(sql.WAIT, parameters)
+                self.steps.suspended(outcome, "waiting")
+                raise JobSuspended
 
     # Children
 
@@ -122,11 +122,11 @@ class AsyncDurableCalls(AsyncStepCalls):
         """Wait for jobs, unless the step of this name is finished."""
         async with self._step_async(name, None) as (key, _):
             if key is not None and ids:
-                await self._store_kept_async()
                 parameters = {**self._keyed(key), "jobs": ids}
-                ((outcome,),) = await self.client.call_async(sql.AWAIT_JOBS, parameters)
-                self.steps.suspended(outcome, "waiting")
-                raise JobSuspended
+                async with self._ending_async():
+                    ((outcome,),) = await self.client.call_async(sql.AWAIT_JOBS, parameters)
+                    self.steps.suspended(outcome, "waiting")
+                    raise JobSuspended
 
     async def _ended_async(self, ids: list[int]) -> list[Child] | None:
         """Return the rows of children, or None unless all have ended; reads only unknown ones.

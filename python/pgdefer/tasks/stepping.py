@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime as dt
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -52,6 +53,9 @@ class StepCalls:
     claim: int
     client: Client
     steps: Steps
+
+    def _is_here(self) -> bool:
+        raise NotImplementedError
 
     # Steps
 
@@ -164,22 +168,24 @@ class StepCalls:
 
     def _fail(self, key: str, error: Exception, tries: Tries) -> StepFailed:
         """Store a failure. Raises JobSuspended if the step is to be tried again."""
-        self._store_kept()
         parameters = {**self._keyed(key), **tries.failure(error)}
-        try:
-            ((state, outcome),) = self.client.call(sql.FAIL_STEP, parameters)
-        except InvalidParameter as refused:
-            if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
-                raise
-            with self.client.transaction(callers=False) as connection:
-                encoding = connection.info.parameter_status("server_encoding")
-                parameters = fitted(parameters, encoding)
-                rows = self.client.call(sql.FAIL_STEP, parameters, connection)
-            ((state, outcome),) = rows
-        if state is not None:
-            log.info("job %s: its step %s failed, the job is %s: %s", self.id, key, state, error)
-            self.steps.ended_as = (outcome, state)
-            raise JobSuspended from error
+        with self._ending():
+            try:
+                ((state, outcome),) = self.client.call(sql.FAIL_STEP, parameters)
+            except InvalidParameter as refused:
+                if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
+                    raise
+                with self.client.transaction(callers=False) as connection:
+                    encoding = connection.info.parameter_status("server_encoding")
+                    parameters = fitted(parameters, encoding)
+                    rows = self.client.call(sql.FAIL_STEP, parameters, connection)
+                ((state, outcome),) = rows
+            if state is not None:
+                log.info(
+                    "job %s: its step %s failed, the job is %s: %s", self.id, key, state, error
+                )
+                self.steps.ended_as = (outcome, state)
+                raise JobSuspended from error
         failed = StepFailed(key, parameters["error"])
         failed.__cause__ = error
         return failed
@@ -224,7 +230,9 @@ class StepCalls:
     def _step(self, name: str, fingerprint: str | None) -> Iterator[tuple[str | None, Any]]:
         """Yield the step's name and None, or None and its value if the step is finished."""
         key = self.steps.take(name, fingerprint)
+        begun = self.steps.running.begin()
         try:
+            self._check_claim()
             if self.steps.finished is None:
                 self._read_steps()
             finished = self.steps.finished or {}
@@ -242,6 +250,37 @@ class StepCalls:
         except BaseException:
             self.steps.give_back(name, key)
             raise
+        finally:
+            self.steps.running.end(begun)
+
+    def _check_claim(self) -> None:
+        """Raise JobSuspended if a call beside this one has ended the claim, or is about to."""
+        if not self.steps.running.is_decided():
+            _until(self.steps.running.is_decided)
+        if self.steps.ended_as is not None:
+            raise JobSuspended
+
+    @contextlib.contextmanager
+    def _ending(self) -> Iterator[None]:
+        """Let the block end the claim, once the steps beside it have ended.
+
+        The job's next run may begin then, and a step must not go on beside it. Raises JobSuspended
+        if a call beside this one has ended the claim.
+        """
+        running = self.steps.running
+        with running.resting():
+            time.sleep(0)  # what was made together with this call begins
+            if self._is_here():
+                _until(running.may_end)
+            self._check_claim()
+            with running.ending():
+                self._store_kept()
+                yield
+
+    def _end_steps(self) -> None:
+        """Cancel the steps that the handler has left running, and wait for them."""
+        self.steps.running.cancel()
+        _until(self.steps.running.is_over)
 
     def _read_steps(self) -> None:
         found: list[Any] = []
@@ -297,3 +336,11 @@ class StepCalls:
 
     def _value_text(self, value: Any) -> str | None:
         return None if value is None else self.client.codec.dumps(value)
+
+
+def _until(is_true: Callable[[], bool]) -> None:
+    """Wait until it is true. The steps may be in other threads and event loops, so it is asked."""
+    pause = 0.001
+    while not is_true():
+        time.sleep(pause)
+        pause = min(pause * 2, 0.05)

@@ -5,6 +5,7 @@ Tests: integration/test_durable.py, integration/test_durable_steps.py.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime as dt
 import functools
@@ -51,6 +52,9 @@ class AsyncStepCalls:
     claim: int
     client: Client
     steps: Steps
+
+    def _is_here(self) -> bool:
+        raise NotImplementedError
 
     # Steps
 
@@ -165,22 +169,24 @@ class AsyncStepCalls:
 
     async def _fail_async(self, key: str, error: Exception, tries: Tries) -> StepFailed:
         """Store a failure. Raises JobSuspended if the step is to be tried again."""
-        await self._store_kept_async()
         parameters = {**self._keyed(key), **tries.failure(error)}
-        try:
-            ((state, outcome),) = await self.client.call_async(sql.FAIL_STEP, parameters)
-        except InvalidParameter as refused:
-            if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
-                raise
-            async with self.client.transaction_async(callers=False) as connection:
-                encoding = connection.info.parameter_status("server_encoding")
-                parameters = fitted(parameters, encoding)
-                rows = await self.client.call_async(sql.FAIL_STEP, parameters, connection)
-            ((state, outcome),) = rows
-        if state is not None:
-            log.info("job %s: its step %s failed, the job is %s: %s", self.id, key, state, error)
-            self.steps.ended_as = (outcome, state)
-            raise JobSuspended from error
+        async with self._ending_async():
+            try:
+                ((state, outcome),) = await self.client.call_async(sql.FAIL_STEP, parameters)
+            except InvalidParameter as refused:
+                if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
+                    raise
+                async with self.client.transaction_async(callers=False) as connection:
+                    encoding = connection.info.parameter_status("server_encoding")
+                    parameters = fitted(parameters, encoding)
+                    rows = await self.client.call_async(sql.FAIL_STEP, parameters, connection)
+                ((state, outcome),) = rows
+            if state is not None:
+                log.info(
+                    "job %s: its step %s failed, the job is %s: %s", self.id, key, state, error
+                )
+                self.steps.ended_as = (outcome, state)
+                raise JobSuspended from error
         failed = StepFailed(key, parameters["error"])
         failed.__cause__ = error
         return failed
@@ -227,7 +233,9 @@ class AsyncStepCalls:
     ) -> AsyncIterator[tuple[str | None, Any]]:
         """Yield the step's name and None, or None and its value if the step is finished."""
         key = self.steps.take(name, fingerprint)
+        begun = self.steps.running.begin()
         try:
+            await self._check_claim_async()
             if self.steps.finished is None:
                 await self._read_steps_async()
             finished = self.steps.finished or {}
@@ -245,6 +253,37 @@ class AsyncStepCalls:
         except BaseException:
             self.steps.give_back(name, key)
             raise
+        finally:
+            self.steps.running.end(begun)
+
+    async def _check_claim_async(self) -> None:
+        """Raise JobSuspended if a call beside this one has ended the claim, or is about to."""
+        if not self.steps.running.is_decided_async():
+            await _until_async(self.steps.running.is_decided_async)
+        if self.steps.ended_as is not None:
+            raise JobSuspended
+
+    @contextlib.asynccontextmanager
+    async def _ending_async(self) -> AsyncIterator[None]:
+        """Let the block end the claim, once the steps beside it have ended.
+
+        The job's next run may begin then, and a step must not go on beside it. Raises JobSuspended
+        if a call beside this one has ended the claim.
+        """
+        running = self.steps.running
+        with running.resting():
+            await asyncio.sleep(0)  # what was made together with this call begins
+            if self._is_here():
+                await _until_async(running.may_end_async)
+            await self._check_claim_async()
+            with running.ending():
+                await self._store_kept_async()
+                yield
+
+    async def _end_steps_async(self) -> None:
+        """Cancel the steps that the handler has left running, and wait for them."""
+        self.steps.running.cancel()
+        await _until_async(self.steps.running.is_over_async)
 
     async def _read_steps_async(self) -> None:
         found: list[Any] = []
@@ -300,3 +339,11 @@ class AsyncStepCalls:
 
     def _value_text(self, value: Any) -> str | None:
         return None if value is None else self.client.codec.dumps(value)
+
+
+async def _until_async(is_true: Callable[[], bool]) -> None:
+    """Wait until it is true. The steps may be in other threads and event loops, so it is asked."""
+    pause = 0.001
+    while not is_true():
+        await asyncio.sleep(pause)
+        pause = min(pause * 2, 0.05)

@@ -21,6 +21,7 @@ from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from pgdefer.codec import STEP_FAILED, TAG, is_storable, unwrap
 from pgdefer.errors import DecodeError, InvalidParameter, JobCancelled, JobFailed
+from pgdefer.tasks.running_steps import RunningSteps
 
 __all__ = [
     "AsyncStepDecorator",
@@ -83,7 +84,16 @@ class Steps:
     or the run's outcome.
     """
 
-    __slots__ = ("_children", "_finished", "_stored", "_taken", "_uses", "ended_as", "kept")
+    __slots__ = (
+        "_children",
+        "_finished",
+        "_stored",
+        "_taken",
+        "_uses",
+        "ended_as",
+        "kept",
+        "running",
+    )
 
     def __init__(self, stored: str | None) -> None:
         self._stored = stored
@@ -94,6 +104,7 @@ class Steps:
         #: Once a step, sleep or wait has ended the claim: what queue.attempts calls that, and the
         #: job's state afterwards.
         self.ended_as: tuple[str, str] | None = None
+        self.running = RunningSteps()
         #: The lazy steps that are not stored yet, in JSON.
         self.kept: list[str] = []
 

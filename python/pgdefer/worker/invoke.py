@@ -19,7 +19,7 @@ from pgdefer.database.callers import AnyConnection, is_django
 from pgdefer.database.execute import execute
 from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.pool import SyncPool
-from pgdefer.tasks.context import JobContext, RetryLater
+from pgdefer.tasks.context import JobContext, RetryLater, running_job
 from pgdefer.tasks.task import Task
 from pgdefer.worker.forked import EndedIfForked
 from pgdefer.worker.outcomes import Settled
@@ -46,12 +46,16 @@ log = logger("pgdefer.worker")
 
 
 def call_handler(task: Task[..., Any], positional: list[Any], named: dict[str, Any]) -> object:
-    """Return what a handler returned, or the RetryLater that it raised."""
+    """Return what a handler returned, or the RetryLater that it raised; no step goes on then."""
     try:
         with EndedIfForked():
             return check_has_run(task.function(*positional, **named))
     except RetryLater as asked:
         return asked
+    finally:
+        job = running_job()
+        if job is not None and not job.steps.running.is_over():
+            job._end_steps()
 
 
 def call_in_transaction(

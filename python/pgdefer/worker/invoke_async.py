@@ -18,7 +18,7 @@ from pgdefer.database.callers import AnyAsyncConnection, is_django
 from pgdefer.database.execute_async import execute_async
 from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.pool import AsyncPool
-from pgdefer.tasks.context import JobContext, RetryLater
+from pgdefer.tasks.context import JobContext, RetryLater, running_job
 from pgdefer.tasks.task import Task
 from pgdefer.worker.forked import EndedIfForked
 from pgdefer.worker.outcomes import Settled
@@ -47,12 +47,16 @@ log = logger("pgdefer.worker")
 async def call_handler_async(
     task: Task[..., Any], positional: list[Any], named: dict[str, Any]
 ) -> object:
-    """Return what a handler returned, or the RetryLater that it raised."""
+    """Return what a handler returned, or the RetryLater that it raised; no step goes on then."""
     try:
         with EndedIfForked():
             return check_has_run(await task.function(*positional, **named))
     except RetryLater as asked:
         return asked
+    finally:
+        job = running_job()
+        if job is not None and not job.steps.running.is_over_async():
+            await job._end_steps_async()
 
 
 async def call_in_transaction_async(

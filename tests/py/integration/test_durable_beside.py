@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
+import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -15,7 +19,7 @@ from pgdefer.tasks.raised import suspension
 from pgdefer.tasks.steps import Steps
 from pgdefer.testing import TestQueue
 
-from .conftest import Jobs, running, until
+from .conftest import Jobs, running, steps, until
 
 SOON = dt.timedelta(milliseconds=20)
 Connection = psycopg.Connection[Any]
@@ -26,6 +30,33 @@ def no_errors(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Suspended runs are not logged as errors."""
     yield
     assert not [record for record in caplog.get_records("call") if record.levelname == "ERROR"]
+
+
+class Slow:
+    """A slow step, and how many of its calls ran at once."""
+
+    def __init__(self) -> None:
+        self.calls = self.most = self._now = 0
+
+    async def __call__(self, seconds: float = 0.3) -> int:
+        with self._counted():
+            await asyncio.sleep(seconds)
+        return self.calls
+
+    def function(self, seconds: float = 0.3) -> int:
+        with self._counted():
+            time.sleep(seconds)
+        return self.calls
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.calls += 1
+        self._now += 1
+        self.most = max(self.most, self._now)
+        try:
+            yield
+        finally:
+            self._now -= 1
 
 
 async def test_waits_beside_each_other(app: App, conn: Connection) -> None:
@@ -59,6 +90,164 @@ async def test_waits_beside_each_other(app: App, conn: Connection) -> None:
             assert await job.result_async(60) == [None, None, None, [1, 2], 3]
             states = conn.execute("select count(*) from queue.jobs where parent = %s", [job.id])
             assert states.fetchone() == (3,)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_thread", [False, True])
+async def test_no_step_goes_on_beside_the_next_run(
+    app: App, conn: Connection, is_first: bool, is_thread: bool
+) -> None:
+    slow = Slow()
+
+    @app.task(name="t")
+    async def t() -> list[Any]:
+        job = current_job()
+        step: Any = (
+            asyncio.to_thread(job.step, "slow", slow.function)
+            if is_thread
+            else job.step_async("slow", slow)
+        )
+        pause = job.sleep_async("pause", dt.timedelta(0))
+        return list(await asyncio.gather(*((pause, step) if is_first else (step, pause))))
+
+    job = await t.defer_async()
+    async with running(app):
+        assert sorted(await job.result_async(60), key=str) == [1, None]
+    assert slow.most == 1
+    assert is_thread or slow.calls == 1
+    assert steps(conn, job.id)["slow"] == 1
+
+
+async def test_steps_that_fail_beside_each_other(
+    app: App, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each waits until the other has ended, and the log has the error of the one that counted."""
+    slow, failed = Slow(), Counter[str]()
+    caplog.set_level("INFO", "pgdefer")
+
+    async def fails(name: str) -> str:
+        failed[name] += 1
+        if failed[name] < 3:
+            raise ConnectionError(f"no answer for {name}")
+        return name
+
+    @app.task(name="t")
+    async def t() -> list[Any]:
+        job = current_job()
+        async with asyncio.TaskGroup() as group:
+            made = [
+                group.create_task(job.sleep_async("pause", dt.timedelta(0))),
+                group.create_task(job.step_async("a", fails, "a", retry=5)),
+                group.create_task(job.step_async("b", fails, "b", retry=5)),
+                group.create_task(job.step_async("slow", slow)),
+            ]
+        return [one.result() for one in made]
+
+    job = await t.defer_async()
+    async with running(app):
+        assert await job.result_async(60) == [None, "a", "b", 1]
+    assert slow.calls == 1
+
+
+async def test_a_wait_within_a_step_does_not_wait_for_it(app: App) -> None:
+    @app.task(name="t")
+    async def t() -> list[Any]:
+        job = current_job()
+
+        async def outer(name: str) -> str:
+            await asyncio.gather(*(job.sleep_async(f"{name} {n}", SOON) for n in range(2)))
+            return name
+
+        return list(await asyncio.gather(*(job.step_async(name, outer, name) for name in "ab")))
+
+    job = await t.defer_async()
+    async with running(app):
+        assert await job.result_async(60) == ["a", "b"]
+
+
+async def test_a_function_does_not_wait_for_coroutines_that_it_stops(app: App) -> None:
+    slow = Slow()
+
+    @app.task(name="t")
+    async def t() -> list[Any]:
+        job = current_job()
+
+        async def pause() -> None:
+            await asyncio.sleep(0)
+            job.sleep("pause", SOON)
+
+        return list(await asyncio.gather(job.step_async("slow", slow), pause()))
+
+    job = await t.defer_async()
+    async with running(app):
+        assert (await job.result_async(60))[1] is None
+    assert slow.most == 1  # it was cancelled with its run
+
+
+async def test_a_wait_in_a_thread_of_a_step_does_not_wait_for_it(app: App) -> None:
+    """The pool's threads do not know that they are of the run, and of the step."""
+    slow = Slow()
+
+    @app.task(name="child")
+    def child(n: int) -> int:
+        return n
+
+    @app.task(name="t")
+    def t() -> int:
+        job = current_job()
+        with ThreadPoolExecutor() as pool:
+
+            def each() -> int:
+                return pool.submit(job.call, child.prepare(7)).result()  # type: ignore[no-any-return]
+
+            pool.submit(job.step, "slow", slow.function)
+            return job.step("each", each)  # type: ignore[no-any-return]
+
+    job = t.defer()
+    async with running(app):
+        assert await job.result_async(60) == 7
+    assert slow.most == 1
+
+
+async def test_steps_end_with_the_handler(app: App) -> None:
+    slow = Slow()
+
+    async def refuse() -> None:
+        raise ValueError("no")
+
+    @app.task(name="t", retry=2)
+    async def t() -> int:
+        job = current_job()
+        if job.attempt == 2:
+            return await job.step_async("slow", slow, 0.0)  # type: ignore[no-any-return]
+        await asyncio.gather(job.step_async("slow", slow, 60.0), refuse())
+        raise AssertionError
+
+    job = await t.defer_async()
+    async with running(app):
+        assert await job.result_async(30) == 2
+    assert slow.most == 1
+
+
+async def test_a_handler_that_goes_on_after_a_wait_begins_no_step(app: App) -> None:
+    slow, raised = Slow(), []
+
+    @app.task(name="t")
+    async def t() -> None:
+        job = current_job()
+        try:
+            await job.sleep_async("pause", SOON)
+        except JobSuspended:
+            try:
+                await job.step_async("slow", slow)
+            except BaseException as error:
+                raised.append(type(error))
+                raise
+
+    job = await t.defer_async()
+    async with running(app):
+        await job.result_async(60)
+    assert (slow.calls, raised) == (0, [JobSuspended])
 
 
 async def test_a_stream_goes_on_after_waits_beside_each_other(app: App, jobs: Jobs) -> None:

@@ -27,6 +27,7 @@ LAYERS = [
     client.base
     client.calls client.calls_async
     client.client
+    tasks.running_steps
     tasks.need tasks.steps tasks.answers tasks.parameters tasks.versions
     tasks.prepared_job tasks.raised tasks.interruptible tasks.error_report
     tasks.schedule tasks.infos tasks.option_checks

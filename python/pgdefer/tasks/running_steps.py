@@ -1,0 +1,131 @@
+"""Which steps of a run have begun and not ended, so that none goes on beside the job's next run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Iterator
+from typing import TypeAlias
+
+__all__ = ["RunningSteps"]
+
+Owner: TypeAlias = "asyncio.Task[object] | threading.Thread"
+Begun: TypeAlias = tuple[object, contextvars.Token[tuple[object, ...]]]
+
+# The steps that call what runs in this context, with the first one outermost.
+_around: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar(
+    "pgdefer_steps", default=()
+)
+
+
+class RunningSteps:
+    """The steps of a run that have begun and not ended, and the call that ends its claim.
+
+    What `..._async` tells coroutines, the other tells functions: those can't wait for coroutines
+    of their own event loop, which they stop.
+    """
+
+    __slots__ = ("_ending", "_owners", "_resting")
+
+    def __init__(self) -> None:
+        self._owners: dict[object, Owner] = {}
+        self._resting: list[object] = []
+        self._ending: Owner | None = None
+
+    def begin(self) -> Begun:
+        """Count a step as running; `end` takes what it returns."""
+        mark = object()
+        self._owners[mark] = _owner()
+        return mark, _around.set((*_around.get(), mark))
+
+    def end(self, begun: Begun) -> None:
+        """Record that a step has ended."""
+        mark, token = begun
+        self._owners.pop(mark, None)
+        with contextlib.suppress(ValueError):  # it ends in another context
+            _around.reset(token)
+
+    @contextlib.contextmanager
+    def resting(self) -> Iterator[None]:
+        """Do not count the steps around this call as running: they wait for it."""
+        around = _around.get()
+        self._resting += around
+        try:
+            yield
+        finally:
+            for mark in around:
+                self._resting.remove(mark)
+
+    @contextlib.contextmanager
+    def ending(self) -> Iterator[None]:
+        """Note that the block ends the claim."""
+        self._ending = _owner()
+        try:
+            yield
+        finally:
+            self._ending = None
+
+    def may_end_async(self) -> bool:
+        """Whether the claim may end: no step runs, and no other call ends it."""
+        return self._ending is None and not self._running()
+
+    def may_end(self) -> bool:
+        """As `may_end_async`."""
+        return self.is_decided() and not [one for one in self._running() if not _is_stopped(one)]
+
+    def is_decided_async(self) -> bool:
+        """Whether no call is about to end the claim."""
+        return self._ending is None
+
+    def is_decided(self) -> bool:
+        """As `is_decided_async`."""
+        return self._ending is None or _is_stopped(self._ending)
+
+    def is_over_async(self) -> bool:
+        """Whether no step runs but those that the caller runs itself."""
+        return not self._others()
+
+    def is_over(self) -> bool:
+        """As `is_over_async`."""
+        return not [owner for owner in self._others() if not _is_stopped(owner)]
+
+    def cancel(self) -> None:
+        """Cancel the coroutines of steps that the caller does not run itself, once."""
+        for owner in set(self._others()):
+            if isinstance(owner, asyncio.Task) and not owner.cancelling():
+                owner.get_loop().call_soon_threadsafe(owner.cancel)
+
+    def _running(self) -> list[Owner]:
+        """Return who else runs a step that does not rest."""
+        return self._others(*self._resting)
+
+    def _others(self, *but: object) -> list[Owner]:
+        """Return who else runs a step, but for some; a step ends with its task or thread."""
+        if not self._owners:
+            return []
+        own = _owner()
+        owners = [owner for mark, owner in list(self._owners.items()) if mark not in but]
+        return [owner for owner in owners if owner is not own and not _has_ended(owner)]
+
+
+def _owner() -> Owner:
+    """Return the running task, or else the thread."""
+    try:
+        task = asyncio.current_task()
+    except RuntimeError:
+        task = None
+    return threading.current_thread() if task is None else task
+
+
+def _has_ended(owner: Owner) -> bool:
+    return owner.done() if isinstance(owner, asyncio.Task) else not owner.is_alive()
+
+
+def _is_stopped(owner: Owner) -> bool:
+    """Whether it is a coroutine of the event loop that this function stops."""
+    try:
+        return isinstance(owner, asyncio.Task) and owner.get_loop() is asyncio.get_running_loop()
+    except RuntimeError:
+        return False
