@@ -63,6 +63,19 @@ def test_a_role_without_rights_is_told_so(cluster: Cluster, dsns: dict[str, str]
     rows(dsns["a"], "drop role shard_stranger")
 
 
+def test_a_cluster_that_was_refused_can_be_created_rightly(dsns: dict[str, str]) -> None:
+    again = make_conninfo(dsns["a"], application_name="again")
+    for twice in (dsns["a"], again):
+        expected = "the database of shard 'b' is that of a shard before it"
+        assert expected in said(Exit.USAGE, "create", f"a={dsns['a']}", f"b={twice}")
+    assert said(0, "create", f"a={dsns['a']}", f"b={dsns['b']}") == ""
+    # c is not made a shard of another cluster either
+    refused = said(Exit.USAGE, "create", f"c={dsns['c']}", f"a={dsns['a']}")
+    assert "this database has a map" in refused
+    assert said(0, "add", "--dsn", dsns["a"], "c", dsns["c"]) == ""
+    assert said(0, "check", "--dsn", dsns["a"]) == ""
+
+
 @pytest.mark.usefixtures("cluster")
 def test_a_second_mover_is_refused(dsns: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pgdefer.contrib.cluster.move_slot.time.sleep", lambda _: None)

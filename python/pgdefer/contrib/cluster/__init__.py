@@ -15,7 +15,7 @@ from pgdefer.app import App
 from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.deferring import Deferring
 from pgdefer.contrib.cluster.deferring_async import AsyncDeferring
-from pgdefer.contrib.cluster.install import install, self_of
+from pgdefer.contrib.cluster.install import check_are_apart, has_map, install, self_of
 from pgdefer.contrib.cluster.move_slot import Move, SlotBusy, move
 from pgdefer.contrib.cluster.shards import SLOTS, ShardMap, shard_of
 from pgdefer.errors import InvalidParameter, PgDeferError
@@ -38,12 +38,15 @@ class Cluster(Deferring, AsyncDeferring):
     def create(cls, app: App, shards: Mapping[str, str]) -> Cluster:
         """Install the functions in each of these databases, and divide the slots among them.
 
-        Again, after a failure, it goes on.
+        Again, after a failure, it goes on. Raises InvalidParameter if two are the same database, or
+        one has a map of another cluster.
         """
+        check_are_apart(shards)
         for dsn in shards.values():
             install(dsn)  # before the first map: none is made if a database can't be reached
-        for name, dsn in shards.items():
-            install(dsn, self=name, shards=shards)
+        # A map that is there is checked before the first one is made: it may be another.
+        for name in sorted(shards, key=lambda name: not has_map(shards[name])):
+            install(shards[name], self=name, shards=shards)
         return cls(app, *shards.values())
 
     def of(self, key: str) -> App:

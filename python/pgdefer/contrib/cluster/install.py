@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.shards import ShardMap
 from pgdefer.database.embedded import sql_folder
 from pgdefer.database.execute import execute
-from pgdefer.errors import NotInstalled
+from pgdefer.errors import InvalidParameter, NotInstalled
 
-__all__ = ["FILES", "folder", "install", "self_of"]
+__all__ = ["FILES", "check_are_apart", "folder", "has_map", "install", "self_of"]
 
 FILES = ("cluster.sql", "defer.sql", "move_slot.sql", "leave.sql", "arrive.sql")
 
@@ -33,6 +34,25 @@ def self_of(dsn: str) -> str | None:
         name: str | None = execute(connection, sql.MAP, {})[0][0]["self"]
         return name
     return None
+
+
+def has_map(dsn: str) -> bool:
+    """Whether a database, which has the functions, has a map."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        return bool(execute(connection, sql.MAP, {})[0][0]["slots"])
+
+
+def check_are_apart(shards: Mapping[str, str]) -> None:
+    """Raise InvalidParameter if two DSNs lead to the same database, which can give a lock once."""
+    lock = {"key": secrets.randbits(60)}
+    with contextlib.ExitStack() as stack:
+        for name, dsn in shards.items():
+            connection = stack.enter_context(psycopg.connect(dsn))
+            if not execute(connection, sql.TRY_LOCK, lock)[0][0]:
+                raise InvalidParameter(
+                    f"the database of shard {name!r} is that of a shard before it",
+                    hint="Give each shard a database of its own.",
+                )
 
 
 def install(

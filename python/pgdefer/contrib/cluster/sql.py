@@ -7,6 +7,7 @@ from pgdefer.database.sql import Statement
 START = Statement("select queue.shard_start(:self, cast(cast(:shards as text) as jsonb))")
 LEARN = Statement("select queue.shard_learn(cast(cast(:map as text) as jsonb), :self)")
 MAP = Statement("select queue.shard_map()")
+TRY_LOCK = Statement("select pg_try_advisory_xact_lock(:key)")
 UNDER_WAY = Statement("select * from queue.shard_under_way()")
 STOPPED = Statement("select * from queue.shard_stopped()")
 FIND = Statement("select queue.shard_find(:key)")
