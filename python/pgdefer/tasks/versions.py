@@ -44,6 +44,11 @@ class Versions:
         version = version_of(stored)
         return version is None or self.oldest <= version <= self.latest
 
+    def not_understood(self, stored: str) -> str:
+        """Return why a job may not run here, for the log."""
+        known = f"{self.oldest} to {self.latest}" if self.oldest < self.latest else self.latest
+        return f"its arguments have version {version_of(stored)}, known here is {known}"
+
     def upgraded(self, args: dict[str, Any]) -> dict[str, Any]:
         """Return decoded arguments in the latest version. Raises DecodeError."""
         version = 1

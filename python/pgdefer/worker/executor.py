@@ -275,6 +275,7 @@ class Executor:
         self.handler_begins(claim)
         claim.task = self._registry.tasks.get(job.task)
         if claim.task is not None and not claim.task.versions.understand(job._stored):
+            log.info("%r: %s", job, claim.task.versions.not_understood(job._stored))
             claim.task = None  # another worker knows its version
         assert self._runner_of is not None
         claim.runner = self._runner_of(claim)

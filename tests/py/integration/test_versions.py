@@ -162,6 +162,21 @@ async def test_a_worker_takes_its_range_of_versions(
     assert all(row["attempts"] == 1 for row in rows)
 
 
+@pytest.mark.parametrize(("oldest", "latest", "known"), [(2, 2, "2"), (2, 3, "2 to 3")])
+async def test_the_log_names_a_version_that_is_too_old(
+    app: App, caplog: pytest.LogCaptureFixture, oldest: int, latest: int, known: str
+) -> None:
+    caplog.set_level("INFO", "pgdefer.worker")
+
+    @app.task(name="t", version=latest, min_version=oldest)
+    def t() -> None: ...
+
+    app.defer("t", {"__version__": 1})
+    said = f"attempt 1 claim 1>: its arguments have version 1, known here is {known}"
+    async with running(app):
+        await until(lambda: said in caplog.text)
+
+
 class Deploy:
     """The same program before and after a deploy."""
 
