@@ -465,9 +465,13 @@ def test_many_jobs_at_once(login: Login, conn: Connection) -> None:
     assert state(conn, ids["ready"]) == "ready", "it is only shown what would be met"
     done = send(client, "/jobs/act", action="hold", ids=both, confirmed="1")
     assert "Hold: 1 of 2 jobs" in done.text
+    assert "the job&#39;s state does not allow this" in done.text
     assert state(conn, ids["ready"]) == "held"
     done = send(client, "/jobs/act", action="delete", ids=both, confirmed="1")
     assert "Delete: 1 of 2 jobs" in done.text
+    done = send(client, "/jobs/act", action="hold", ids=["999999"], confirmed="1")
+    assert "job not found" in done.text
+    assert "QJ001" not in done.text
 
 
 def test_all_that_match_in_slices(login: Login, conn: Connection) -> None:

@@ -235,7 +235,7 @@ def act_on_jobs(visit: Visit) -> Response:
     return visit.page(
         "done.html",
         action=action,
-        outcomes=outcomes,
+        outcomes=[(id, outcome, REFUSALS.get(error, error)) for id, outcome, error in outcomes],
         trouble=told(trouble),
         left=ids[len(outcomes) :] if trouble else [],
         hidden=hidden | {"action": action.function, "confirmed": "1"},
