@@ -155,13 +155,14 @@ select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_a
 from queue.worker w
 left join (select aj.worker_id, count(*) as running from queue.active_job aj where aj.claim is not null
   group by aj.worker_id) aj on aj.worker_id = w.id
-where (w.gone_at is null or w.gone_at > statement_timestamp() - interval '1 minute' or aj.running > 0)
+where (w.gone_at is null or w.gone_at > statement_timestamp() - interval '1 minute'
+    or not w.is_clear and not w.has_left)
   and ((select x.is_all from queue.visible_queues x)
     or exists (select from unnest(w.queues) q
       where q like any ((select x.queues from queue.visible_queues x)::text[])));
 comment on view queue.workers is
-  'Registered workers, and those that have gone within the last minute or still have jobs. memory: the'
-    ' resident bytes that the last heartbeat told, or NULL.';
+  'Registered workers, and those that have gone within the last minute, or have died with jobs that still'
+    ' count as theirs. memory: the resident bytes that the last heartbeat told, or NULL.';
 
 create view queue.tasks as
 select coalesce(t.name, p.task) as name, coalesce(t.defaults, '{}') as defaults,

@@ -1,6 +1,6 @@
 -- health: the checks of the version, workers, queues and due work, each seen failing.
 
-select plan(28);
+select plan(29);
 
 set pgdefer.notify = off;
 \ir health.helpers.psql
@@ -45,7 +45,9 @@ select matches(pg_temp.health('workers'), '^fail\|1 alive, 1 dead and not reaped
 update queue.worker set last_seen_at = last_seen_at - interval '1 hour';
 select matches(pg_temp.health('workers'), '^fail\|0 alive, 2 dead and not reaped, [0-9]+ jobs ready or running\|', 'no live one, and jobs');
 update queue.worker set gone_at = now() - interval '2 min', has_left = true;
-select matches(pg_temp.health('workers'), '^fail\|0 alive, 1 dead and not reaped, [0-9]+ jobs', 'of workers that have left, the one with jobs that nobody has given back');
+select matches(pg_temp.health('workers'), '^fail\|0 alive, [0-9]+ jobs ready or running\|Start a worker', 'workers that have left');
+update queue.active_job set claim = 1, claimed_at = now(), worker_id = (select min(w.id) from queue.worker w);
+select matches(pg_temp.health('workers'), '^fail\|0 alive, 1 dead and not reaped, [0-9]+ jobs', 'and one with jobs that nobody has given back');
 update queue.worker set gone_at = now(), is_clear = true;
 select matches(pg_temp.health('workers'), '^fail\|0 alive, [0-9]+ jobs ready or running\|Start a worker', 'none at all');
 rollback;
