@@ -21,8 +21,27 @@ from pgdefer.options import JobOptions
 
 __all__ = ["DjangoClient"]
 
-# Calls that take effect at once, however the transaction ends, or that need psycopg's own loaders.
-_APART = (sql.EXTEND, sql.NEEDS)
+# Calls of a running job that take effect at once, on a connection of the client's own. In a block
+# of atomic() they would be rolled back with it: by an error, or by the JobSuspended of a sleep,
+# whose claim has ended.
+_APART = (
+    sql.EXTEND,
+    sql.NEEDS,
+    sql.BEGIN_STEP,
+    sql.FINISH_STEP,
+    sql.FINISH_STEPS,
+    sql.FAIL_STEP,
+    sql.READ_STEPS,
+    sql.SLEEP,
+    sql.WAIT,
+    sql.AWAIT_JOBS,
+    sql.EMIT,
+    sql.SET_PROGRESS,
+)
+
+
+def _is_apart(statement: sql.Statement, connection: CallersConnection) -> bool:
+    return connection is OWN and statement in _APART
 
 
 class DjangoClient(Client):
@@ -54,8 +73,7 @@ class DjangoClient(Client):
         tasks: Iterable[str] = (),
     ) -> Rows:
         """Run a statement on the caller's connection, or on this thread's Django connection."""
-        is_apart = connection is OWN and statement in _APART
-        if is_apart or self.stand_in is not None:
+        if self.stand_in is not None or _is_apart(statement, connection):
             return super().call(statement, parameters, connection, tasks=tasks)
         used: Any = connections[self.alias] if connection is OWN else connection
         if not is_django(used):
@@ -73,7 +91,8 @@ class DjangoClient(Client):
         tasks: Iterable[str] = (),
     ) -> Rows:
         """Do as `call`, in the thread that has Django's connection."""
-        if connection is not OWN and not is_django(connection):
+        is_foreign = connection is not OWN and not is_django(connection)
+        if is_foreign or (self.stand_in is None and _is_apart(statement, connection)):
             return await super().call_async(statement, parameters, connection, tasks=tasks)
         call = functools.partial(self.call, tasks=tuple(tasks))
         return await sync_to_async(call, thread_sensitive=True)(statement, parameters, connection)

@@ -1,0 +1,153 @@
+"""Durable jobs of Django tasks: steps and waits in atomic(), values, and steps' transactions."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import transaction
+from shop.models import Order
+
+from pgdefer import JobContext, Retry, current_job
+from pgdefer.contrib.django.application import DjangoApp
+from pgdefer.contrib.django.models import Attempt, Job
+
+pytestmark = pytest.mark.client
+
+SHORT = dt.timedelta(milliseconds=50)
+
+
+@pytest.fixture(autouse=True)
+def _own_tasks(app: DjangoApp) -> Iterator[None]:
+    """Forget the tasks of a test, after it."""
+    tasks, defaults = dict(app.tasks), dict(app.client.defaults)
+    yield
+    app.tasks.clear()
+    app.tasks.update(tasks)
+    app.client.defaults.clear()
+    app.client.defaults.update(defaults)
+
+
+def order(customer: str = "Ann") -> Order:
+    return Order.objects.create(customer=customer, total=1)
+
+
+def customers() -> list[str]:
+    return sorted(Order.objects.values_list("customer", flat=True))
+
+
+def until_all_have_ended(app: DjangoApp) -> None:
+    """Let a worker run the jobs, also after their sleeps."""
+    for _ in range(100):
+        app.run_worker(drain=True)
+        if not Job.objects.exclude(state__in=["succeeded", "failed", "cancelled"]).exists():
+            return
+        time.sleep(0.05)
+    raise AssertionError([(job.task, job.state, job.reason) for job in Job.objects.all()])
+
+
+def sleep(app: DjangoApp, job: JobContext) -> None:
+    del app
+    job.sleep("z", SHORT)
+
+
+def wait_for(app: DjangoApp, job: JobContext) -> None:
+    del app
+    job.wait_for("go", timeout=SHORT)
+
+
+def call(app: DjangoApp, job: JobContext) -> None:
+    assert job.call(app.tasks["child"].prepare(2)) == 2
+
+
+def try_again(app: DjangoApp, job: JobContext) -> None:
+    del app
+
+    def fail_once() -> int:
+        tried.append(job.id)
+        if tried.count(job.id) == 1:
+            raise ValueError("once")
+        return tried.count(job.id)
+
+    assert job.step("try", fail_once, retry=Retry(3, base=SHORT)) == 2
+
+
+tried: list[int] = []
+
+
+@pytest.mark.parametrize("how", [sleep, wait_for, call, try_again])
+@pytest.mark.parametrize("kind", ["transactional", "atomic", "coroutine"])
+def test_a_wait_in_atomic_ends_the_run(
+    app: DjangoApp, how: Callable[[DjangoApp, JobContext], None], kind: str
+) -> None:
+    tried.clear()
+
+    def write_and_wait() -> None:
+        order(current_job().lock or "")
+        app.defer("child", {"n": 1})
+        how(app, current_job())
+
+    @app.task(name="child")
+    def child(n: int) -> int:
+        return n
+
+    options: Any = {"transactional": True} if kind == "transactional" else {}
+
+    @app.task(name="wait", lock="L", **options)
+    def wait(n: int) -> int:
+        if kind == "transactional":
+            write_and_wait()
+        else:
+            with transaction.atomic():
+                write_and_wait()
+        return n
+
+    @app.task(name="wait_async", lock="L")
+    async def wait_async(n: int) -> int:
+        def inner() -> None:
+            with transaction.atomic():
+                write_and_wait()
+
+        await sync_to_async(inner)()
+        return n
+
+    task: Any = wait_async if kind == "coroutine" else wait
+    jobs = [task.defer(n) for n in range(2)]
+    until_all_have_ended(app)
+    assert [job.result(0) for job in jobs] == [0, 1]
+    assert customers() == ["L", "L"]
+    assert not Attempt.objects.filter(outcome="crashed").exists()
+
+
+SHOWN = """
+    select percent::int, message, (select count(*) from queue.read_stream(id, 's'))
+    from queue.jobs where id = %s
+"""
+
+
+def test_steps_of_an_atomic_handler_are_kept(app: DjangoApp, shop: str) -> None:
+    ran: list[str] = []
+    seen: list[Any] = []
+
+    @app.task(name="once", transactional=True, retry=Retry(3, base=dt.timedelta(0)))
+    def once() -> str:
+        job = current_job()
+        value = job.step("once", lambda: ran.append("once") or len(ran))
+        job.step("fingerprint", ran.append, "fingerprint", fingerprint="a")
+        if job.attempt == 1:
+            job.progress(50, "half")
+            job.emit("s", 1)
+            with psycopg.connect(shop) as other:
+                seen.append(other.execute(SHOWN, [job.id]).fetchone())
+            raise ValueError("first")
+        return f"{value} {len(ran)}"
+
+    job = once.defer()
+    app.run_worker(drain=True)
+    assert job.result(0) == "1 2"
+    assert seen == [(50, "half", 1)]
