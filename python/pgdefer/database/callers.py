@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, Union
 
+from psycopg.abc import Buffer
+from psycopg.adapt import Loader
+
+from pgdefer.database.source import adapt
 from pgdefer.database.sql import Statement
 
 if TYPE_CHECKING:
@@ -133,11 +138,21 @@ def untaken(pool: Any) -> Iterator[None]:
         ) from error
 
 
+class _TextJson(Loader):
+    """Loads the value of a jsonb, as pgdefer's own connections do."""
+
+    def load(self, data: Buffer) -> Any:
+        return json.loads(bytes(data))
+
+
 def rows_on_django(connection: Any, statement: Statement, parameters: Mapping[str, Any]) -> Rows:
     """Run a statement as Django does: Django connects if needed, and logs and counts it."""
     if getattr(connection, "vendor", None) != "postgresql":
         raise TypeError(f"the queue is in PostgreSQL, and this connection is not: {connection!r}")
     with connection.cursor() as cursor:
+        # Django has its connections load JSON as text, and some times not at all.
+        adapt(cursor.adapters)
+        cursor.adapters.register_loader("jsonb", _TextJson)
         cursor.execute(statement.psycopg.decode(), dict(parameters))
         rows: Rows = cursor.fetchall()
         return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import time
 from collections.abc import Callable, Iterator
@@ -151,3 +152,69 @@ def test_steps_of_an_atomic_handler_are_kept(app: DjangoApp, shop: str) -> None:
     app.run_worker(drain=True)
     assert job.result(0) == "1 2"
     assert seen == [(50, "half", 1)]
+
+
+def test_values_come_back_as_they_were(app: DjangoApp) -> None:
+    long, deep = "x" * 70_000, {"k": [1, 2], "w": SHORT}
+
+    @app.task(name="child")
+    def child(n: int) -> Any:
+        return [n, str(n), {"n": n}, None, SHORT][n]
+
+    @app.task(name="durable", retry=Retry(1))
+    def durable() -> Any:
+        job = current_job()
+        values = [job.step("long", lambda: long), job.step("deep", lambda: deep)]
+        values += [job.step("text", lambda: "1"), job.step("none", lambda: None)]
+        values += [job.wait_for("go"), job.gather([child.prepare(n) for n in range(5)])]
+        job.sleep("z", SHORT)
+        job.emit("s", values[1:])
+        return values
+
+    @app.task(name="durable_async", retry=Retry(1))
+    async def durable_async() -> Any:
+        job = current_job()
+        values = [await job.step_async("long", lambda: long)]
+        values += [await job.step_async("deep", lambda: deep)]
+        values += [await job.step_async("text", lambda: "1")]
+        values += [await job.step_async("none", lambda: None), await job.wait_for_async("go")]
+        values += [await job.gather_async([child.prepare(n) for n in range(5)])]
+        await job.sleep_async("z", SHORT)
+        await job.emit_async("s", values[1:])
+        return values
+
+    jobs = [durable.defer(), durable_async.defer()]
+    app.run_worker(drain=True)
+    for job in jobs:
+        job.signal("go", deep)
+    until_all_have_ended(app)
+    rest = [deep, "1", None, deep, [0, "1", {"n": 2}, None, SHORT]]
+    for job in jobs:
+        assert job.result(0) == [long, *rest]
+        assert list(job.stream("s")) == [rest]
+
+
+async def read(stream: Any) -> list[Any]:
+    return [value async for value in stream]
+
+
+def test_json_of_lists(app: DjangoApp) -> None:
+    @app.recurring("0 7 * * *", name="daily", args={"n": [1]})
+    @app.task(name="count")
+    def count(n: list[int]) -> None:
+        job = current_job()
+        for value in (1, "text", {"n": n}, None):
+            job.emit("s", value)
+        job.emit("s", [type(app.list_workers()[0].info).__name__])
+        job.emit("s", [dict(one.args) for one in app.list_schedules() if one.name == "daily"])
+
+    job = count.defer([2])
+    app.run_worker(drain=True)
+    expected = [1, "text", {"n": [2]}, None, ["dict"], [{"n": [1]}]]
+    assert list(job.stream("s")) == expected
+    assert asyncio.run(read(job.stream_async("s"))) == expected
+    app.create_queue("mail", paused=True)
+    ((until,),) = {(one.paused_until,) for one in app.list_queues() if one.name == "mail"}
+    assert until.year == 9999  # PostgreSQL's infinity
+    with transaction.atomic():
+        assert app.list_jobs()[0].id == job.id

@@ -17,9 +17,10 @@ LAYERS = [
     _version _text logs database.sql database.growing_delay database.watchdog database.embedded
     database.own_threads
     errors database.addresses
-    options codec database.callers
+    options codec
     database.install database.move_in_sql
     database.source
+    database.callers
     database.pool database.connection database.pool_source
     database.callers_pool database.callers_pool_async
     database.execute database.execute_async
