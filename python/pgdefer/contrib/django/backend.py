@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from django.apps import apps
+from django.conf import settings
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.tasks import Task, TaskResult
@@ -180,4 +181,4 @@ def _defer(call: PreparedJob[Any]) -> tuple[int, dt.datetime]:
         ((id, at),) = app.client.call(sql.DEFER_WITH_TIME, parameters, tasks=[call.task])
         if deferral is not None:
             deferral.jobs.append(DeferredJob(id, app.client))
-    return id, at
+    return id, at if settings.USE_TZ else timezone.make_naive(at)
