@@ -27,10 +27,11 @@ def register_types(codec: Codec) -> None:
 def _encode_row(row: models.Model) -> dict[str, Any]:
     if row.pk is None or row._state.adding:
         raise EncodeError(f"{row._meta.label} has not been saved yet: {row!r}")
-    alias = row._state.db
-    written = router.db_for_write(type(row), instance=row)
+    # The database to which it is written, unless the router finds that without the row: a row that
+    # was read from a replica is stored as one of the original.
+    alias = router.db_for_write(type(row), instance=row)
     return {"model": row._meta.label_lower, "pk": row.pk} | (
-        {} if alias in (None, written) else {"database": alias}
+        {} if alias == router.db_for_write(type(row)) else {"database": alias}
     )
 
 
