@@ -87,12 +87,13 @@ async def perform(
     token = enter_job(job)
     run = _perform(job, task, connection, threads)
     try:
-        async with savepoint(connection, keep=True):
-            if waits and not task.is_async:
-                return await threads.call(at_once, run)
-            if task.is_async and not waits:
-                return threads.run(run)
-            return await run
+        with threads.restoring():
+            async with savepoint(connection, keep=True):
+                if waits and not task.is_async:
+                    return await threads.call(at_once, run)
+                if task.is_async and not waits:
+                    return threads.run(run)
+                return await run
     except Misuse:
         raise
     except BaseException as error:
@@ -122,7 +123,7 @@ async def perform_batch(
     """Run a handler of batches in a savepoint, as `perform` does with one job."""
     outcomes: list[str] = []
     decode = functools.partial(_decoded_async, threads)
-    with contextlib.suppress(_HasFailures):
+    with contextlib.suppress(_HasFailures), threads.restoring():
         async with savepoint(connection, keep=True):
             if task.is_async and waits:
                 outcomes = await run_batch_async(task, jobs, decode)

@@ -180,7 +180,7 @@ class TestQueue(StandingIn, AskingQueue):
         driver = driver_of(self.connection)
         if not isinstance(driver, psycopg.Connection):
             raise self._unfit(driver)
-        with driver.transaction():
+        with self._threads.restoring(), driver.transaction():
             yield driver
 
     @contextlib.asynccontextmanager
@@ -190,8 +190,9 @@ class TestQueue(StandingIn, AskingQueue):
         if not isinstance(driver, psycopg.Connection | psycopg.AsyncConnection):
             raise self._unfit(driver)
         given: Any = AsyncOverSync(driver) if isinstance(driver, psycopg.Connection) else driver
-        async with savepoint(driver):
-            yield given
+        with self._threads.restoring():
+            async with savepoint(driver):
+                yield given
 
     def _unfit(self, driver: object) -> TypeError:
         return TypeError(

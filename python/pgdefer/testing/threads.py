@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Any, TypeVar
 
 from pgdefer.codec import Codec
@@ -59,6 +60,13 @@ class Threads:
         """Run a coroutine, and wait for its end."""
         return run_apart(coroutine)
 
+    def restoring(self) -> contextlib.AbstractContextManager[None]:
+        """Restore what the test's library notes of its transaction, after a block in a savepoint.
+
+        It does not know of that savepoint.
+        """
+        return contextlib.nullcontext()
+
 
 class DjangoThreads(Threads):
     """All code that uses Django's connection runs in its thread: others have other connections."""
@@ -104,6 +112,15 @@ class DjangoThreads(Threads):
             return await coroutine
 
         return async_to_sync(run)()
+
+    @contextlib.contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Let Django run queries again, if an error within the block has forbidden that."""
+        before = self._connection.needs_rollback
+        try:
+            yield
+        finally:
+            self._connection.needs_rollback = before
 
     def _check(self) -> None:
         from django.db import connections  # noqa: PLC0415

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import unittest
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import psycopg
 import pytest
-from django.db import connection, connections
+from django.db import IntegrityError, connection, connections
 from django.test import TestCase
 from shop.models import Letter, Order
 from shop.tasks import charge
 
-from pgdefer import Retry
+from pgdefer import Retry, current_job
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.testing import QueueTestCase, TestQueue
@@ -49,6 +50,22 @@ def _tasks(app: DjangoApp) -> Iterator[None]:
     async def add_all_async(jobs: list[BatchJob[Any]]) -> list[int]:
         return [await Order.objects.acount() for _ in jobs]
 
+    @app.task(name="add_twice", retry=Retry(1))
+    def add_twice(caught: bool) -> int:
+        job = current_job()
+        with contextlib.suppress(IntegrityError if caught else ()), job.transaction("t"):
+            Order.objects.create(pk=order().pk, customer="Bob", total=1)
+        return Order.objects.count()
+
+    @app.task(name="add_twice_async", retry=Retry(1))
+    async def add_twice_async(caught: bool) -> int:
+        job = current_job()
+        with contextlib.suppress(IntegrityError if caught else ()):
+            async with job.transaction_async("t"):
+                row = await Order.objects.acreate(customer="Ann", total=7)
+                await Order.objects.acreate(pk=row.pk, customer="Bob", total=1)
+        return await Order.objects.acount()
+
     yield
     app.tasks.clear()
     app.tasks.update(tasks)
@@ -83,6 +100,23 @@ class InTestCase(QueueTestCase, TestCase):
         with self.queue.immediate():
             assert self.app.defer("pay_async", {"row": order()}).result(0) == "paid"
 
+    def test_a_failed_write(self) -> None:
+        for caught in (False, True):
+            for name in ("add_twice", "add_twice_async"):
+                self.app.defer(name, {"caught": caught})
+        ran = self.queue.run(raise_errors=False)
+        assert [type(one.error) for one in ran] == [IntegrityError] * 2 + [type(None)] * 2
+        assert [one.result for one in ran] == [None, None, 0, 0]
+        assert not Order.objects.exists()
+
+    async def test_a_failed_write_async(self) -> None:
+        for caught in (False, True):
+            for name in ("add_twice", "add_twice_async"):
+                await self.app.defer_async(name, {"caught": caught})
+        ran = await self.queue.run_async(raise_errors=False)
+        assert [type(one.error) for one in ran] == [IntegrityError] * 2 + [type(None)] * 2
+        assert not await Order.objects.aexists()
+
     async def test_run_async(self) -> None:
         row = await Order.objects.acreate(customer="Ann", total=7)
         jobs = [await self.app.defer_async(name, {"row": row}) for name in ("pay", "pay_async")]
@@ -113,7 +147,7 @@ def test_both_kinds(app: DjangoApp, shop: str) -> None:
     result = unittest.TestResult()
     loaded.run(result)
     assert not result.errors + result.failures, (result.errors + result.failures)[0][1]
-    assert result.testsRun == 6
+    assert result.testsRun == 8
     assert not Order.objects.exists()
     with psycopg.connect(shop) as other:
         assert other.execute("select count(*) from queue.jobs").fetchone() == (0,)
