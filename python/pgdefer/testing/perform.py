@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import inspect
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -104,8 +105,9 @@ async def perform(
             raise
         return Ended(outcome_of(job, task.failure_policy, error), error=error)
     finally:
-        run.close()
         leave_job(token)
+        if inspect.getcoroutinestate(run) == inspect.CORO_CREATED:
+            run.close()  # if this test was cancelled, a function may still run in its thread
 
 
 class _HasFailures(Exception):  # noqa: N818

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import math
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -152,6 +153,26 @@ async def test_an_asynchronous_test(shop: Shop, queue: TestQueue) -> None:
     job = await shop.greet_async.defer_async("Ann")
     assert [one.task for one in await queue.run_async()] == ["greet_async", "greet"]
     assert await job.result_async() == "Ann has deferred 2"
+
+
+async def test_a_run_that_is_cancelled(shop: Shop, queue: TestQueue) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    @shop.app.task(name="long")
+    def long() -> None:
+        begun.set()
+        end.wait(60)
+
+    await long.defer_async()
+    try:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await queue.run_async()
+        assert begun.is_set()
+        with pytest.raises(LookupError):
+            current_job()
+    finally:
+        end.set()
 
 
 def test_retries_and_the_passing_of_time(shop: Shop, queue: TestQueue) -> None:
