@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 import time
 from collections.abc import Callable, Iterator
@@ -11,10 +12,10 @@ from typing import Any
 import psycopg
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import transaction
+from django.db import IntegrityError, transaction
 from shop.models import Order
 
-from pgdefer import JobContext, Retry, current_job
+from pgdefer import JobContext, Retry, StepFailed, current_job
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Attempt, Job
 
@@ -218,3 +219,49 @@ def test_json_of_lists(app: DjangoApp) -> None:
     assert until.year == 9999  # PostgreSQL's infinity
     with transaction.atomic():
         assert app.list_jobs()[0].id == job.id
+
+
+def test_the_orm_is_in_a_steps_transaction(app: DjangoApp) -> None:
+    @app.task(name="writes", retry=Retry(1))
+    def writes() -> list[bool]:
+        job = current_job()
+        with contextlib.suppress(ValueError), job.transaction("fails"):
+            order("rolled back")
+            raise ValueError
+        with job.transaction("writes") as own:
+            if own is not None:
+                order("written")
+                own.execute("update shop_order set total = 2")
+                app.defer("child", queue="other")
+        again = own is None
+        with contextlib.suppress(IntegrityError), job.transaction("breaks"):
+            Order.objects.create(pk=order("lost").pk, customer="", total=1)
+        assert customers() == ["written"]
+        job.sleep("z", SHORT)
+        with pytest.raises(StepFailed), job.transaction("tries", retry=Retry(1)) as own:
+            if own is not None:
+                order("lost, too")
+                raise ValueError
+        return [again, own is None]
+
+    job = writes.defer()
+    for _ in range(100):
+        app.run_worker(["default"], drain=True)
+        if job.state() != "scheduled":
+            break
+        time.sleep(0.05)
+    assert job.result(0) == [True, False]
+    assert list(Order.objects.values_list("customer", "total")) == [("written", 2)]
+    assert Job.objects.filter(queue="other").count() == 1
+
+
+def test_a_steps_transaction_in_atomic_is_refused(app: DjangoApp) -> None:
+    @app.task(name="nested", transactional=True, retry=Retry(1))
+    def nested() -> None:
+        with current_job().transaction("t"):
+            order()
+
+    nested.defer()
+    app.run_worker(drain=True)
+    assert "begin it outside of atomic()" in str(Attempt.objects.get().error)
+    assert customers() == []

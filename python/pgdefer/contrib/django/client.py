@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import psycopg
@@ -13,9 +14,11 @@ from django.db import Error, connections, transaction
 from pgdefer.client.base import tasks_json
 from pgdefer.client.client import Client
 from pgdefer.contrib.django.connections import DjangoSource
+from pgdefer.contrib.django.handlers import atomic_handler
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, CallersConnection, Rows, is_django
 from pgdefer.database.execute import execute
+from pgdefer.database.source import PsycopgConnection
 from pgdefer.errors import sqlstate_of
 from pgdefer.options import JobOptions
 
@@ -96,6 +99,30 @@ class DjangoClient(Client):
             return await super().call_async(statement, parameters, connection, tasks=tasks)
         call = functools.partial(self.call, tasks=tuple(tasks))
         return await sync_to_async(call, thread_sensitive=True)(statement, parameters, connection)
+
+    @contextlib.contextmanager
+    def transaction(self, *, callers: bool = True) -> Iterator[PsycopgConnection]:
+        """Begin a transaction; that of a caller's block is an atomic(), for which the ORM writes.
+
+        There Django's own savepoint is within that of a test's queue, if they share a connection.
+        """
+        connection = connections[self.alias]
+        if not callers:
+            with super().transaction(callers=False) as own:
+                yield own
+        elif self.stand_in is not None:
+            with super().transaction() as own:
+                is_djangos = connection.connection is own
+                with transaction.atomic(self.alias) if is_djangos else contextlib.nullcontext():
+                    yield own
+        else:
+            if connection.in_atomic_block:
+                raise RuntimeError(
+                    "a step's transaction would end with the block of atomic() around it: "
+                    "begin it outside of atomic()"
+                )
+            with atomic_handler(self.alias):
+                yield connection.connection
 
     def move(
         self, dsn: str, listen_dsn: str | None = None, *, pgbouncer: bool | None = None
