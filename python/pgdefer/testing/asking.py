@@ -60,8 +60,9 @@ class AskingQueue(Assertions[DeferredJob]):
         """Let time pass, as in `travel(hours=2)`; return the jobs that are due because of this.
 
         The times of jobs that wait for theirs, retries included, are shifted; deadlines, expiry,
-        rates and idempotency keys are not. With `schedules`, the runs that the code's recurring
-        tasks have within that time are deferred as well, each for its own time.
+        rates, idempotency keys and the timeouts of waits are not. With `schedules`, the runs that
+        the code's recurring tasks have within that time are deferred as well, each for its own
+        time.
         """
         return self._at_once(self.travel_async(schedules=schedules, **duration))
 
