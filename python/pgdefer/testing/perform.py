@@ -27,7 +27,7 @@ from pgdefer.tasks.context import (
     enter_job,
     leave_job,
 )
-from pgdefer.tasks.raised import suspension
+from pgdefer.tasks.raised import JobSuspended, suspension
 from pgdefer.tasks.task import Task
 from pgdefer.testing.connections import (
     AsyncOverSync,
@@ -36,6 +36,7 @@ from pgdefer.testing.connections import (
     is_asynchronous,
     savepoint,
 )
+from pgdefer.testing.statements import CallsApart
 from pgdefer.testing.threads import DjangoThreads, Misuse, Threads
 from pgdefer.worker.ending import outcome_of, success
 from pgdefer.worker.handler import decode_args_async, middleware, middleware_async
@@ -45,7 +46,7 @@ from pgdefer.worker.invoke_batch import run_batch
 from pgdefer.worker.invoke_batch_async import run_batch_async
 from pgdefer.worker.transaction import Session, last_statements
 
-__all__ = ["Ended", "claimed", "normal", "perform", "perform_batch"]
+__all__ = ["Ended", "TestsOwn", "claimed", "normal", "perform", "perform_batch"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,15 @@ class Ended:
     outcome: str | None
     result: object = None
     error: BaseException | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class TestsOwn:
+    """The connection of a test's queue, its threads, and the calls that it has made on it."""
+
+    connection: CallersConnection
+    threads: Threads
+    apart: CallsApart
 
 
 def claimed(client: Client, row: Sequence[Any]) -> JobContext:
@@ -74,8 +84,7 @@ def normal(row: Sequence[Any]) -> list[Any]:
 async def perform(
     job: JobContext,
     task: Task[..., Any],
-    connection: CallersConnection,
-    threads: Threads,
+    test: TestsOwn,
     *,
     waits: bool,
 ) -> Ended:
@@ -86,10 +95,10 @@ async def perform(
     called.
     """
     token = enter_job(job)
-    run = _perform(job, task, connection, threads)
+    run, threads = _perform(job, task, test), test.threads
     try:
         with threads.restoring():
-            async with savepoint(connection, keep=True):
+            async with savepoint(test.connection, keep=True):
                 if waits and not task.is_async:
                     return await threads.call(at_once, run)
                 if task.is_async and not waits:
@@ -155,10 +164,8 @@ async def _decoded_async(threads: Threads, job: JobContext) -> dict[str, Any]:
     return await decode_args_async(job)
 
 
-async def _perform(
-    job: JobContext, task: Task[..., Any], connection: CallersConnection, threads: Threads
-) -> Ended:
-    args = await _decoded_async(threads, job) if task.is_async else _decoded(job)
+async def _perform(job: JobContext, task: Task[..., Any], test: TestsOwn) -> Ended:
+    args = await _decoded_async(test.threads, job) if task.is_async else _decoded(job)
     positional, named = task.unbind(args)
     maker = task.execution.transactional
     async with contextlib.AsyncExitStack() as stack:
@@ -168,10 +175,12 @@ async def _perform(
             stack.enter_context(middleware(job, task.middleware))
         if not maker:
             result = await _call(task, positional, named)
-        elif callable(maker):
-            result = await _in_session(job, task, maker, positional, named)
         else:
-            result = await _in_transaction(job, task, connection, positional, named)
+            async with _repeated(job, test):
+                if callable(maker):
+                    result = await _in_session(job, task, maker, positional, named)
+                else:
+                    result = await _in_transaction(job, task, test.connection, positional, named)
         job.result = result
     if maker:
         return Ended(None, result)
@@ -183,6 +192,26 @@ async def _call(task: Task[..., Any], positional: list[Any], named: dict[str, An
     if task.is_async:
         return await call_handler_async(task, positional, named)
     return call_handler(task, positional, named)
+
+
+@contextlib.asynccontextmanager
+async def _repeated(job: JobContext, test: TestsOwn) -> AsyncIterator[None]:
+    """Make a job's calls again if the block, which rolls them back, raises: see CallsApart."""
+    with test.apart.recorded():
+        try:
+            yield
+        except (Exception, JobTimeout, BaseExceptionGroup, JobSuspended) as error:
+            if suspension(error, job.steps) is not None and test.apart.has_transaction:
+                raise Misuse(
+                    "a transactional task has waited after a transaction of its steps or children, "
+                    "which its ROLLBACK has undone: run it by a CommittedTestQueue"
+                ) from error
+            for statement, parameters in test.apart.made:
+                if is_asynchronous(test.connection):
+                    await execute_async(test.connection, statement, parameters)  # type: ignore[arg-type]
+                else:
+                    execute(test.connection, statement, parameters)  # type: ignore[arg-type]
+            raise
 
 
 async def _in_transaction(

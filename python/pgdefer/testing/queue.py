@@ -33,9 +33,9 @@ from pgdefer.testing.connections import (
     unwrapped,
 )
 from pgdefer.testing.jobs import RanJob
-from pgdefer.testing.perform import Ended, claimed, normal, perform, perform_batch
+from pgdefer.testing.perform import Ended, TestsOwn, claimed, normal, perform, perform_batch
 from pgdefer.testing.standing_in import StandingIn
-from pgdefer.testing.statements import CHANGES, DEFERS, READS
+from pgdefer.testing.statements import CHANGES, DEFERS, READS, CallsApart
 from pgdefer.testing.threads import threads_for
 
 __all__ = ["TestQueue"]
@@ -77,6 +77,7 @@ class TestQueue(StandingIn, AskingQueue):
         self._registered: dict[str, JobOptions] = {}
         self._worker: int | None = None
         self._is_running = False
+        self._apart = CallsApart()
 
     def __enter__(self) -> Self:
         self._at_once(self.__aenter__())
@@ -160,6 +161,8 @@ class TestQueue(StandingIn, AskingQueue):
                 await self._execute(used, sql.REGISTER_TASKS, {"tasks": tasks_json(new)})
             rows = await self._execute(used, statement, parameters)
             self._registered.update(new)
+            if connection is OWN:
+                self._apart.note(statement, parameters)
         return rows
 
     def _direct(self) -> CallersConnection:
@@ -177,6 +180,7 @@ class TestQueue(StandingIn, AskingQueue):
     @contextlib.contextmanager
     def transaction(self) -> Iterator[PsycopgConnection]:
         """Begin a nested transaction on the test's connection, for that of a step."""
+        self._apart.has_transaction = True
         driver = driver_of(self.connection)
         if not isinstance(driver, psycopg.Connection):
             raise self._unfit(driver)
@@ -186,6 +190,7 @@ class TestQueue(StandingIn, AskingQueue):
     @contextlib.asynccontextmanager
     async def transaction_async(self) -> AsyncIterator[AsyncPsycopgConnection]:
         """Begin a nested transaction on the test's connection, in the form that coroutines need."""
+        self._apart.has_transaction = True
         driver = driver_of(self.connection)
         if not isinstance(driver, psycopg.Connection | psycopg.AsyncConnection):
             raise self._unfit(driver)
@@ -294,7 +299,8 @@ class TestQueue(StandingIn, AskingQueue):
         task = self.app.get(job.task)
         jobs: Sequence[JobContext] = [job]
         if task.execution.batch is None:
-            ends = [await perform(job, task, self.connection, self._threads, waits=waits)]
+            test = TestsOwn(self.connection, self._threads, self._apart)
+            ends = [await perform(job, task, test, waits=waits)]
         else:
             if task.execution.batch > 1:
                 names = json.dumps({"tasks": [task.name, *task.aliases]})

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from pgdefer.database import sql
 
-__all__ = ["CHANGES", "DEFERS", "READS"]
+__all__ = ["CHANGES", "DEFERS", "READS", "CallsApart"]
 
 DEFERS = (
     sql.DEFER,
@@ -34,3 +38,43 @@ CHANGES = (
 )
 # These only read, and are not refused: they need no savepoint.
 READS = (sql.DEFERRED, sql.CLOCK)
+# Of a running job: in production these are on another connection than a handler's transaction.
+APART = (
+    sql.EXTEND,
+    sql.FINISH_STEP,
+    sql.FINISH_STEPS,
+    sql.FAIL_STEP,
+    sql.SLEEP,
+    sql.WAIT,
+    sql.AWAIT_JOBS,
+    sql.EMIT,
+    sql.SET_PROGRESS,
+)
+
+
+class CallsApart:
+    """The calls of a transactional handler that its ROLLBACK does not undo in production.
+
+    In a test it does, since all calls are on one connection: so they are made again.
+    """
+
+    def __init__(self) -> None:
+        self._is_on = False
+        self.made: list[tuple[sql.Statement, Mapping[str, Any]]] = []
+        #: Whether it has begun a step's transaction, or that in which children are deferred. Such
+        #: calls can't be repeated.
+        self.has_transaction = False
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the calls of a block."""
+        self._is_on, self.made, self.has_transaction = True, [], False
+        try:
+            yield
+        finally:
+            self._is_on = False
+
+    def note(self, statement: sql.Statement, parameters: Mapping[str, Any]) -> None:
+        """Record a call that has been made."""
+        if self._is_on and statement in APART:
+            self.made.append((statement, parameters))

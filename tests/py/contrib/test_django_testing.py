@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import unittest
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -66,6 +67,14 @@ def _tasks(app: DjangoApp) -> Iterator[None]:
                 await Order.objects.acreate(pk=row.pk, customer="Bob", total=1)
         return await Order.objects.acount()
 
+    @app.task(name="nap", transactional=True)
+    def nap() -> int:
+        job = current_job()
+        order()
+        value = job.step("count", Order.objects.count)
+        job.sleep("nap", dt.timedelta(hours=1))
+        return value
+
     yield
     app.tasks.clear()
     app.tasks.update(tasks)
@@ -99,6 +108,23 @@ class InTestCase(QueueTestCase, TestCase):
     def test_at_once(self) -> None:
         with self.queue.immediate():
             assert self.app.defer("pay_async", {"row": order()}).result(0) == "paid"
+
+    def test_a_transactional_task_sleeps(self) -> None:
+        job = self.app.defer("nap")
+        order("Bob")
+        assert [one.state for one in self.queue.run()] == ["scheduled"]
+        assert Order.objects.count() == 1
+        self.queue.travel(hours=1)
+        self.queue.run()
+        assert job.result(0) == 2
+        assert Order.objects.count() == 2
+
+    async def test_a_transactional_task_sleeps_async(self) -> None:
+        job = await self.app.defer_async("nap")
+        assert [one.state for one in await self.queue.run_async()] == ["scheduled"]
+        await self.queue.travel_async(hours=1)
+        await self.queue.run_async()
+        assert await job.result_async(0) == 1
 
     def test_a_failed_write(self) -> None:
         for caught in (False, True):
@@ -147,7 +173,7 @@ def test_both_kinds(app: DjangoApp, shop: str) -> None:
     result = unittest.TestResult()
     loaded.run(result)
     assert not result.errors + result.failures, (result.errors + result.failures)[0][1]
-    assert result.testsRun == 8
+    assert result.testsRun == 10
     assert not Order.objects.exists()
     with psycopg.connect(shop) as other:
         assert other.execute("select count(*) from queue.jobs").fetchone() == (0,)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterator
+from typing import Any
 
 import psycopg
 import pytest
@@ -184,3 +185,114 @@ def test_a_transaction_that_fails_is_rolled_back(shop: Shop, queue: TestQueue) -
     shop.gives_up.defer()
     assert queue.run()[-1].result == 9
     assert notes(queue) == []
+
+
+NOTE = "insert into note values (%(id)s)"
+
+
+class Waits:
+    """Transactional tasks that wait, fail and have steps."""
+
+    def __init__(self, app: App, maker: Any = True, note: Any = NOTE) -> None:
+        self.calls: list[str] = []
+
+        @app.task(name="waits", transactional=maker, retry=Retry(2, base=dt.timedelta(0)))
+        def waits(connection: Any) -> list[Any]:
+            job = current_job()
+            connection.execute(note, {"id": job.id})
+            job.step("once", self.calls.append, "once")
+            job.step(lazy=True)(self.lazy)()
+            if job.attempt == 1 and self.calls.count("lazy") == 1:
+                raise ValueError("first")
+            job.sleep("nap", dt.timedelta(hours=1))
+            job.progress(50)
+            return [job.step("tries", self.twice, retry=Retry(3)), job.wait_for("go")]
+
+        @app.task(name="waits_async", transactional=True, retry=Retry(2, base=dt.timedelta(0)))
+        async def waits_async(connection: Any) -> list[Any]:
+            job = current_job()
+            await connection.execute(NOTE, {"id": job.id})
+            await job.step_async("once", self.calls.append, "once")
+            await job.step_async(lazy=True)(self.lazy_async)()
+            if job.attempt == 1 and self.calls.count("lazy") == 1:
+                raise ValueError("first")
+            await job.sleep_async("nap", dt.timedelta(hours=1))
+            await job.progress_async(50)
+            tried = await job.step_async("tries", self.twice, retry=Retry(3))
+            return [tried, await job.wait_for_async("go")]
+
+        @app.task(name="parent", transactional=True, retry=Retry(1))
+        def parent(connection: Any) -> None:
+            del connection
+            current_job().call(app.tasks["square"].prepare(1))
+
+    def lazy(self) -> None:
+        self.calls.append("lazy")
+
+    async def lazy_async(self) -> None:
+        self.calls.append("lazy")
+
+    def twice(self) -> str:
+        self.calls.append("tries")
+        if self.calls.count("tries") == 1:
+            raise ConnectionError("once")
+        return "tried"
+
+
+CALLS = ["once", "lazy", "tries", "tries"]
+
+
+@pytest.mark.parametrize("name", ["waits", "waits_async"])
+def test_a_transactional_task_waits(shop: Shop, queue: TestQueue, name: str) -> None:
+    waits = Waits(shop.app)
+    job = shop.app.defer(name)
+    ran = queue.run()
+    queue.travel(hours=1)
+    ran += queue.run()
+    assert notes(queue) == []
+    shop.app.job(job).signal("go", "Ann")
+    ran += queue.run()
+    assert ran[-1].result == ["tried", "Ann"]
+    assert waits.calls == CALLS
+    assert notes(queue) == [(job.id,)]
+
+
+async def test_a_transactional_task_waits_in_an_asynchronous_test(shop: Shop, dsn: str) -> None:
+    waits = Waits(shop.app)
+    async with await psycopg.AsyncConnection.connect(dsn) as connection:
+        await connection.execute("create table note (job bigint)")
+        async with TestQueue(shop.app, connection) as queue:
+            job = await shop.app.defer_async("waits_async")
+            await queue.run_async()
+            await queue.travel_async(hours=1)
+            await queue.run_async()
+            await shop.app.job(job).signal_async("go", "Ann")
+            assert (await queue.run_async())[-1].result == ["tried", "Ann"]
+        await connection.rollback()
+    assert waits.calls == CALLS
+
+
+def test_a_transactional_task_waits_in_a_session(shop: Shop, dsn: str) -> None:
+    engine = sa.create_engine("postgresql+psycopg://", creator=lambda: psycopg.connect(dsn))
+    with engine.connect() as connection, connection.begin() as outer:
+        connection.execute(sa.text("create table note (job bigint)"))
+        maker = orm.sessionmaker(connection, join_transaction_mode="create_savepoint")
+        waits = Waits(shop.app, maker, sa.text("insert into note values (:id)"))
+        with TestQueue(shop.app, connection) as queue:
+            job = shop.app.defer("waits")
+            queue.run()
+            queue.travel(hours=1)
+            queue.run()
+            shop.app.job(job).signal("go", "Ann")
+            assert queue.run()[-1].result == ["tried", "Ann"]
+        assert connection.execute(sa.text("select count(*) from note")).scalar() == 1
+        outer.rollback()
+    engine.dispose()
+    assert waits.calls == CALLS
+
+
+def test_a_transactional_parent_needs_commits(shop: Shop, queue: TestQueue) -> None:
+    Waits(shop.app)
+    shop.app.defer("parent")
+    with pytest.raises(RuntimeError, match="CommittedTestQueue"):
+        queue.run()
