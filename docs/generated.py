@@ -91,15 +91,22 @@ def members(kind: type) -> Iterator[str]:
             continue
         if name.endswith("_async") and name.removesuffix("_async") in found:
             continue
-        twin = found.get(f"{name}_async")
+        twin = f"{name}_async" if f"{name}_async" in found else ""
+        differs = bool(twin) and shape(getattr(kind, twin)) != shape(getattr(kind, name))
         yield ""
         yield f"#### {kind.__name__}.{name}"
         yield ""
-        yield from code(name, [getattr(kind, name)], "" if twin is None else f"{name}_async")
+        yield from code(name, [getattr(kind, name)], "" if differs else twin)
         yield from docstring(static)
+        if differs:
+            yield ""
+            yield from code(twin, [getattr(kind, twin)], is_awaited=True)
+            yield from docstring(found[twin])
 
 
-def code(name: str, things: list[Any], twin: str = "") -> Iterator[str]:
+def code(
+    name: str, things: list[Any], twin: str = "", *, is_awaited: bool = False
+) -> Iterator[str]:
     """Yield a signature as a block of code."""
     for thing in things:
         try:
@@ -108,11 +115,17 @@ def code(name: str, things: list[Any], twin: str = "") -> Iterator[str]:
             return
         text = re.sub(r"\((?:self|cls)(?:, )?", "(", without_modules(text), count=1)
         yield "```text"
-        yield f"{name}{text}"
+        yield f"{'await ' if is_awaited else ''}{name}{text}"
         if twin:
             yield f"await {twin}(...)"
         yield "```"
         yield ""
+
+
+def shape(routine: Any) -> list[tuple[str, Any, Any]]:
+    """Return a routine's parameters: their names, kinds and defaults."""
+    parameters = inspect.signature(routine).parameters.values()
+    return [(each.name, each.kind, each.default) for each in parameters]
 
 
 def without_modules(text: str) -> str:

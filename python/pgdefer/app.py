@@ -288,13 +288,18 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         *,
         dsns: Iterable[str] | Path | None = None,
         per_database: int | None = None,
+        handle_signals: bool = False,
         **options: Unpack[WorkerOptions],
     ) -> None:
         """Run a worker in this event loop, until cancelled; otherwise as `run_worker`.
 
-        Then running jobs may go on for `shutdown_timeout`; without one they are given back.
+        Then running jobs may go on for `shutdown_timeout`; without one they are given back. With
+        `handle_signals` it also ends at SIGTERM and SIGINT. Pass that in a program of its own, as
+        `asyncio.run(app.run_worker_async(handle_signals=True))`: without it SIGTERM kills the
+        program. Don't pass it in the loop of a web server, which handles these signals itself.
         """
-        await self._worker(queues, dsns, per_database, options).run_async()
+        worker = self._worker(queues, dsns, per_database, options)
+        await worker.run_async(handle_signals=handle_signals)
 
     def _worker(
         self,

@@ -312,10 +312,11 @@ async def test_jobs_that_do_not_end_go_back(app: App, jobs: Jobs, how: str) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("options", [{}, {"handle_signals": True}])
 def test_a_signal_stops_gracefully(
-    app: App, jobs: Jobs, program: Program, number: signal.Signals
+    app: App, jobs: Jobs, program: Program, number: signal.Signals, options: dict[str, Any]
 ) -> None:
-    process = program()
+    process = program(**options)
     assert process.stdout is not None
     app.defer("slow", {"seconds": 0.4})
     assert process.stdout.readline() == "started\n"
@@ -324,6 +325,18 @@ def test_a_signal_stops_gracefully(
     assert process.stdout.readline() == "ended\n"
     assert process.wait(300) == 0
     assert list(jobs.states().values()) == ["succeeded"]
+
+
+def test_a_worker_in_a_loop_leaves_signals_to_the_program(
+    app: App, jobs: Jobs, program: Program
+) -> None:
+    process = program(handle_signals=False)
+    assert process.stdout is not None
+    app.defer("slow", {"seconds": 3600})
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(300) == -signal.SIGTERM
+    assert list(jobs.states().values()) == ["running"]
 
 
 @pytest.mark.parametrize(

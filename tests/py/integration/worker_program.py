@@ -65,7 +65,11 @@ def wait(path: str, how: str) -> None:
         ctypes.string_at(0)
 
 if __name__ == "__main__":
-    app.run_worker(**json.loads(sys.argv[1]))
+    options = json.loads(sys.argv[1])
+    if "handle_signals" in options:
+        asyncio.run(app.run_worker_async(**options))
+    else:
+        app.run_worker(**options)
     say("ended")
 """
 
