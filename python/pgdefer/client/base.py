@@ -25,6 +25,9 @@ log = logger("pgdefer")
 class StandIn(Protocol):
     """Takes the calls of an application in a test, in place of its own connections."""
 
+    #: Why no worker may run meanwhile: it would run the jobs of the App's own database.
+    no_worker: str
+
     def call(
         self,
         statement: Statement,
@@ -60,10 +63,10 @@ class Refusal:
     """Takes the place of a client's calls, and refuses all of them."""
 
     def __init__(self, why: str) -> None:
-        self._why = why
+        self.no_worker = why
 
     def _refuse(self) -> NoReturn:
-        raise RuntimeError(self._why)
+        raise RuntimeError(self.no_worker)
 
     def call(self, *_: Any) -> NoReturn:
         """Refuse."""
@@ -139,6 +142,11 @@ class ClientBase:
                 self.pool_async = AsyncCallersPool(pool)
         # Separate, because a call may wait for the result of a job that another has yet to defer.
         self.waiting_pool = SyncPool(self.source.notify_source or self.source)
+
+    def check_worker(self) -> None:
+        """Raise RuntimeError if no worker may run here: in a test's block."""
+        if self.stand_in is not None:
+            raise RuntimeError(self.stand_in.no_worker)
 
     def dumps_args(self, task: str, args: Mapping[str, Any] | None) -> str:
         """Return the JSON of arguments by name, with the version that the task has here."""

@@ -28,6 +28,8 @@ class MemoryQueue(StandingIn, Assertions[RecordedJob]):
     no job, and every call but `defer` and its kinds raises RuntimeError.
     """
 
+    no_worker = "a MemoryQueue only records what is deferred: use a TestQueue, which has a database"
+
     def __init__(self, app: App) -> None:
         self.app = app
         self._jobs: list[RecordedJob] = []
@@ -67,7 +69,7 @@ class MemoryQueue(StandingIn, Assertions[RecordedJob]):
                 ids = self._record_all(parameters["jobs"])
                 (last,) = self._record_all(f"[{parameters['then']}]")
                 return [(last, ids)]
-        raise _refusal()
+        raise RuntimeError(self.no_worker)
 
     async def call_async(
         self,
@@ -81,19 +83,19 @@ class MemoryQueue(StandingIn, Assertions[RecordedJob]):
 
     def transaction(self) -> NoReturn:
         """Refuse."""
-        raise _refusal()
+        raise RuntimeError(self.no_worker)
 
     def transaction_async(self) -> NoReturn:
         """Refuse."""
-        raise _refusal()
+        raise RuntimeError(self.no_worker)
 
     def result(self, _: int) -> NoReturn:
         """Refuse."""
-        raise _refusal()
+        raise RuntimeError(self.no_worker)
 
     async def result_async(self, _: int) -> NoReturn:
         """Refuse."""
-        raise _refusal()
+        raise RuntimeError(self.no_worker)
 
     def _record_all(self, jobs: str) -> list[int]:
         return [
@@ -121,9 +123,3 @@ class MemoryQueue(StandingIn, Assertions[RecordedJob]):
         )
         self._jobs.append(job)
         return job.id
-
-
-def _refusal() -> RuntimeError:
-    return RuntimeError(
-        "a MemoryQueue only records what is deferred: use a TestQueue, which has a database"
-    )

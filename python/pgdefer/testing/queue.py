@@ -63,6 +63,10 @@ class TestQueue(StandingIn, AskingQueue):
     """
 
     __test__ = False  # pytest need not collect it
+    no_worker = (
+        "a TestQueue runs the jobs of its test without a worker: call its run(), or use a "
+        "CommittedTestQueue, whose run() has one"
+    )
 
     def __init__(self, app: App, connection: CallersConnection, *, immediate: bool = False) -> None:
         super().__init__(app)

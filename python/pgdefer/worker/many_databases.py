@@ -156,6 +156,7 @@ class MultiWorker:
         With `drain`, raises PgDeferError in the end if some databases could not be drained.
         """
         check_may_run(has_run=self._loop is not None)
+        self._client.check_worker()
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
         self.app.import_tasks()

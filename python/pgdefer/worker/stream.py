@@ -188,6 +188,7 @@ class JobStream:
     def __enter__(self) -> Self:
         if self._thread is not None:
             raise PgDeferError("a stream can be used once", hint="Make another.")
+        self._worker.app.client.check_worker()
         self._thread = threading.Thread(target=self._run, name="pgdefer-stream", daemon=True)
         self._thread.start()
         self._is_started.wait()

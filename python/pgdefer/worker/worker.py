@@ -167,6 +167,7 @@ class Worker:
     async def run_async(self, *, handle_signals: bool = False) -> None:
         """Run until `stop`. Cancelled, stop: at once, unless there is a `shutdown_timeout`."""
         check_may_run(has_run=self._loop is not None)
+        self.app.client.check_worker()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self.app.import_tasks()

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from sqlalchemy import orm
 from sqlalchemy.ext import asyncio as sa_async
 
-from pgdefer import AlreadyQueued, App, Retry, RetryLater, current_job
+from pgdefer import AlreadyQueued, App, Retry, RetryLater, Worker, current_job
 from pgdefer.testing import CommittedTestQueue, MemoryQueue, TestQueue, fake_job
 from support import url_of
 
@@ -326,6 +326,32 @@ async def test_an_asynchronous_queue_within_another(
             await shop.greet.defer_async("Ann")
         shop.greet.defer("Bob")
     assert [job.args["name"] for job in queue.deferred()] == ["Bob"]
+
+
+async def test_no_worker_runs_beside_a_queue(
+    shop: Shop, connection: psycopg.Connection[Any], dsn: str
+) -> None:
+    """It would run the jobs of the App's own database."""
+    shop.greet.defer("Ann")
+    app, queues = shop.app, (MemoryQueue(shop.app), TestQueue(shop.app, connection))
+    calls: list[Callable[[], object]] = [
+        lambda: app.run_worker(drain=True),
+        lambda: app.run_worker(dsns=[dsn], drain=True),
+        lambda: app.stream_jobs(drain=True).__enter__(),
+        Worker(app, drain=True).run,
+    ]
+    for queue in queues:
+        with queue:
+            for call in calls:
+                with pytest.raises(RuntimeError, match="use a"):
+                    await asyncio.to_thread(call)
+            with pytest.raises(RuntimeError, match="use a"):
+                await app.run_worker_async(drain=True)
+            with pytest.raises(RuntimeError, match="use a"):
+                await app.stream_jobs(drain=True).__aenter__()
+    assert not shop.notes
+    await app.run_worker_async(drain=True)
+    assert shop.notes == [("Ann", False)]
 
 
 def test_queues_left_in_the_order_of_entry(shop: Shop, connection: psycopg.Connection[Any]) -> None:
