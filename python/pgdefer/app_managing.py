@@ -32,6 +32,7 @@ from pgdefer.tasks.infos import (
     TaskInfo,
     TaskStats,
     WorkerInfo,
+    with_json,
 )
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.option_checks import check_cron, check_options
@@ -85,7 +86,7 @@ class Managing(Registry):
     def list_tasks(self, *, connection: AnyConnection = OWN) -> list[TaskInfo]:
         """Return the tasks that are registered in the database, by name."""
         rows = self.client.call(sql.LIST_TASKS, {}, connection)
-        return [TaskInfo(*row) for row in rows]
+        return [with_json(TaskInfo, row) for row in rows]
 
     def list_locks(self, *, connection: AnyConnection = OWN) -> list[LockInfo]:
         """Return the locks of unfinished jobs, those with the most waiting jobs first."""
@@ -112,12 +113,12 @@ class Managing(Registry):
     def list_workers(self, *, connection: AnyConnection = OWN) -> list[WorkerInfo]:
         """Return the workers, including those that have gone within the last minute."""
         rows = self.client.call(sql.LIST_WORKERS, {}, connection)
-        return [WorkerInfo(*row) for row in rows]
+        return [with_json(WorkerInfo, row) for row in rows]
 
     def list_schedules(self, *, connection: AnyConnection = OWN) -> list[ScheduleInfo]:
         """Return the schedules, by name."""
         rows = self.client.call(sql.LIST_SCHEDULES, {}, connection)
-        return [ScheduleInfo(*row) for row in rows]
+        return [with_json(ScheduleInfo, row) for row in rows]
 
     def stats(self, *, connection: AnyConnection = OWN) -> list[TaskStats]:
         """Return the numbers of jobs, by queue and task."""

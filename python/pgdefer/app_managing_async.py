@@ -31,6 +31,7 @@ from pgdefer.tasks.infos import (
     TaskInfo,
     TaskStats,
     WorkerInfo,
+    with_json,
 )
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.option_checks import check_cron, check_options
@@ -84,7 +85,7 @@ class AsyncManaging(Registry):
     async def list_tasks_async(self, *, connection: AnyAsyncConnection = OWN) -> list[TaskInfo]:
         """Return the tasks that are registered in the database, by name."""
         rows = await self.client.call_async(sql.LIST_TASKS, {}, connection)
-        return [TaskInfo(*row) for row in rows]
+        return [with_json(TaskInfo, row) for row in rows]
 
     async def list_locks_async(self, *, connection: AnyAsyncConnection = OWN) -> list[LockInfo]:
         """Return the locks of unfinished jobs, those with the most waiting jobs first."""
@@ -111,14 +112,14 @@ class AsyncManaging(Registry):
     async def list_workers_async(self, *, connection: AnyAsyncConnection = OWN) -> list[WorkerInfo]:
         """Return the workers, including those that have gone within the last minute."""
         rows = await self.client.call_async(sql.LIST_WORKERS, {}, connection)
-        return [WorkerInfo(*row) for row in rows]
+        return [with_json(WorkerInfo, row) for row in rows]
 
     async def list_schedules_async(
         self, *, connection: AnyAsyncConnection = OWN
     ) -> list[ScheduleInfo]:
         """Return the schedules, by name."""
         rows = await self.client.call_async(sql.LIST_SCHEDULES, {}, connection)
-        return [ScheduleInfo(*row) for row in rows]
+        return [with_json(ScheduleInfo, row) for row in rows]
 
     async def stats_async(self, *, connection: AnyAsyncConnection = OWN) -> list[TaskStats]:
         """Return the numbers of jobs, by queue and task."""

@@ -53,6 +53,7 @@ __all__ = [
     "is_deep",
     "is_storable",
     "model_codec",
+    "parsed",
     "raw",
 ]
 
@@ -82,6 +83,11 @@ def unwrap(stored: str) -> Any:
         raise DecodeError("the value is nested too deeply") from None
     except ValueError as error:
         raise DecodeError(f"the value can't be read: {error}") from error
+
+
+def parsed(text: str) -> Any:
+    """Return the value of JSON text. Raises DecodeError as `unwrap`."""
+    return unwrap(f" {text}")
 
 
 def is_deep(value: Any, levels: int) -> bool:

@@ -88,7 +88,7 @@ def stream(
         while True:
             state = _state_of(on, id)
             asked: dict[str, Any] = {"id": id, "stream": name, "after": after}
-            if rows := on.call(sql.READ_STREAM_AS_TEXT, asked).values:
+            if rows := on.call(sql.READ_STREAM, asked).values:
                 after = rows[-1]["no"]
                 _show.write("\n".join(row["value"] for row in rows))
             elif not follow or state in ENDED:

@@ -18,5 +18,5 @@ COLUMNS = {"name": "task", "defaults": "defaults", "paused_in": "paused in"}
 def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
     """List the registered tasks, with their defaults, and the queues in which they are paused."""
     with session(dsn, as_json=as_json) as on:
-        rows = on.call(sql.LIST_TASKS)
+        rows = on.call(sql.TASKS)
     _show.table(rows, COLUMNS, empty="No task is registered.")

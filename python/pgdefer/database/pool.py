@@ -25,7 +25,7 @@ from pgdefer.database.source import (
     AsyncPsycopgConnection,
     PsycopgConnection,
     Source,
-    adapt,
+    adapt_own,
     close_now,
 )
 
@@ -346,12 +346,12 @@ _NO_TURN: Any = contextlib.nullcontext()
 def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[tuple[Any, ...]]:
     """Return a cursor of tuples, whatever the connection's factories."""
     made = psycopg.Cursor(connection, row_factory=tuple_row)
-    adapt(made.adapters)
+    adapt_own(made.adapters)
     return made
 
 
 def async_cursor(connection: psycopg.AsyncConnection[Any]) -> psycopg.AsyncCursor[tuple[Any, ...]]:
     """Return a cursor of tuples, whatever the connection's factories."""
     made = psycopg.AsyncCursor(connection, row_factory=tuple_row)
-    adapt(made.adapters)
+    adapt_own(made.adapters)
     return made

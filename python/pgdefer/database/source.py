@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import json
 import os
 import re
 import threading
@@ -15,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 from psycopg.abc import Buffer
-from psycopg.adapt import AdaptersMap
+from psycopg.adapt import AdaptersMap, Loader
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
+from psycopg.pq import Format
 from psycopg.types.datetime import TimestamptzBinaryLoader, TimestamptzLoader
 
 from pgdefer._text import logger
@@ -37,6 +39,7 @@ __all__ = [
     "PsycopgConnection",
     "Source",
     "adapt",
+    "adapt_own",
     "close_now",
     "completed",
     "of_libpq",
@@ -91,6 +94,15 @@ class _BinaryTime(TimestamptzBinaryLoader):
             return super().load(data)
         except psycopg.DataError:
             return FIRST if bytes(data)[0] & 0x80 else LAST
+
+
+class _BinaryJson(Loader):
+    """Loads jsonb by Python's json, whatever the program has set by psycopg's set_json_loads."""
+
+    format = Format.BINARY
+
+    def load(self, data: Buffer) -> Any:
+        return json.loads(bytes(data)[1:])  # after the byte of the format's version
 
 
 class Source:
@@ -247,6 +259,12 @@ def adapt(adapters: AdaptersMap) -> None:
     """Have it load moments that a datetime can't hold, such as infinity."""
     for loader in (_TextTime, _BinaryTime):
         adapters.register_loader("timestamptz", loader)
+
+
+def adapt_own(adapters: AdaptersMap) -> None:
+    """Adapt a cursor for the package's own statements, whose answers are binary."""
+    adapters.register_loader("timestamptz", _BinaryTime)
+    adapters.register_loader("jsonb", _BinaryJson)
 
 
 def close_now(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:

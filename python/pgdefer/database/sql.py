@@ -233,7 +233,7 @@ FAIL_STEP = Statement(f"""
 """)
 
 READ_STEPS = Statement("""
-    select name, value from queue.read_steps(
+    select name, cast(value as text) as value from queue.read_steps(
       cast(:id as bigint), cast(:claim as bigint), cast(:after as text))
 """)
 
@@ -285,11 +285,6 @@ EMIT = Statement("""
 """)
 
 READ_STREAM = Statement("""
-    select no, value from queue.read_stream(
-      cast(:id as bigint), cast(:stream as text), cast(:after as bigint))
-""")
-
-READ_STREAM_AS_TEXT = Statement("""
     select no, cast(value as text) as value from queue.read_stream(
       cast(:id as bigint), cast(:stream as text), cast(:after as bigint))
 """)
@@ -390,16 +385,22 @@ ENDED_SINCE = Statement(f"""
 # The database's clock, with a call that every role with any access may make.
 NOW = Statement("select now() as now from queue.version()")
 
-LIST_TASKS = Statement("select name, defaults, paused_in from queue.tasks order by name")
+TASKS = Statement("select name, defaults, paused_in from queue.tasks order by name")
+
+# For the App, which reads JSON by itself: a caller's connection may load it otherwise.
+LIST_TASKS = Statement("""
+    select name, cast(defaults as text) as defaults, paused_in from queue.tasks order by name
+""")
 
 LIST_WORKERS = Statement("""
-    select id, name, queues, info, is_alive, running, registered_at, last_seen_at, dead_after,
-      memory
+    select id, name, queues, cast(info as text) as info, is_alive, running, registered_at,
+      last_seen_at, dead_after, memory
     from queue.workers order by id
 """)
 
 LIST_SCHEDULES = Statement("""
-    select name, cron, timezone, task, args, enabled, next_run_at, last_run_at, last_job_id, reason
+    select name, cron, timezone, task, cast(args as text) as args, enabled, next_run_at,
+      last_run_at, last_job_id, reason
     from queue.schedules order by name
 """)
 

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+from pgdefer.codec import parsed
 
 __all__ = [
     "GroupInfo",
@@ -22,7 +25,12 @@ __all__ = [
     "TaskInfo",
     "TaskStats",
     "WorkerInfo",
+    "with_json",
 ]
+
+Info = TypeVar("Info")
+# The types of fields that are JSON.
+_JSON = re.compile(r"Mapping\b|Any\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,3 +189,14 @@ class HealthCheck:
     status: str
     detail: str | None
     fix: str | None
+
+
+def with_json(kind: type[Info], row: Sequence[Any]) -> Info:
+    """Return an answer of which those columns are JSON text that are Mappings or Any."""
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    return kind(
+        *(
+            parsed(value) if value is not None and _JSON.match(str(field.type)) else value
+            for field, value in zip(fields, row, strict=True)
+        )
+    )

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from pgdefer.client.client import Client
+from pgdefer.codec import parsed
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyConnection
 from pgdefer.database.growing_delay import GrowingDelay
@@ -60,7 +61,7 @@ class JobCalls(Generic[R_co]):
             rows = self.client.call(sql.READ_STREAM, parameters)
             for number, value in rows:
                 after = number
-                yield self.client.codec.decode(value)
+                yield self.client.codec.decode(parsed(value))
             if rows:
                 waits.reset()
             elif state in ENDED:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, Generic, TypeVar
 
 from pgdefer.client.client import Client
+from pgdefer.codec import parsed
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyAsyncConnection
 from pgdefer.database.growing_delay import GrowingDelay
@@ -59,7 +60,7 @@ class AsyncJobCalls(Generic[R_co]):
             rows = await self.client.call_async(sql.READ_STREAM, parameters)
             for number, value in rows:
                 after = number
-                yield await self.client.codec.decode_async(value)
+                yield await self.client.codec.decode_async(parsed(value))
             if rows:
                 waits.reset()
             elif state in ENDED:

@@ -19,7 +19,7 @@ from collections.abc import (
 )
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
-from pgdefer.codec import STEP_FAILED, TAG, is_storable, unwrap
+from pgdefer.codec import STEP_FAILED, TAG, is_storable, parsed, unwrap
 from pgdefer.errors import DecodeError, InvalidParameter, JobCancelled, JobFailed
 from pgdefer.tasks.running_steps import RunningSteps
 
@@ -125,7 +125,7 @@ class Steps:
 
     def complete(self, rows: Iterable[Sequence[Any]]) -> None:
         """Store all finished steps, which were read separately."""
-        self._finished = {row[0]: row[1] for row in rows}
+        self._finished = {name: None if value is None else parsed(value) for name, value in rows}
 
     def take(self, name: str, fingerprint: str | None = None) -> str:
         """Return the name of a step that begins, with its number.

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import datetime as dt
+import json
 import time
+from collections.abc import Callable
+from decimal import Decimal
 from typing import Any
 
 import psycopg
 import pytest
+import sqlalchemy as sa
+from psycopg.types.json import set_json_loads
 
 from pgdefer import (
     App,
@@ -22,6 +27,8 @@ from pgdefer import (
     current_job,
 )
 from pgdefer.database import results, sql
+from pgdefer.database.callers import OWN
+from support import url_of
 from workers import working
 
 from .conftest import Jobs, running, until
@@ -346,3 +353,50 @@ async def test_a_handler_asks_what_it_needed(app: App, jobs: Jobs, is_async: boo
         assert [need.state for need in other.needs(job)] == ["succeeded", "failed", "succeeded"]
         with pytest.raises(JobNotFound):
             other.needs(4242)
+
+
+def decimals(text: str | bytes) -> Any:
+    return json.loads(text, parse_float=Decimal)
+
+
+@pytest.mark.parametrize("load", [decimals, lambda text: text])
+async def test_answers_are_read_whatever_the_program_sets_for_json(
+    app: App, dsn: str, load: Callable[[Any], Any]
+) -> None:
+    """By psycopg's set_json_loads, which holds for all connections."""
+
+    @app.task(name="half", headers={"h": 0.5})
+    def half(x: float) -> float:
+        current_job().step("step", lambda: 2.5)
+        current_job().emit("values", 0.5)
+        return x
+
+    @app.task(name="after")
+    def after() -> list[Any]:
+        return [need.result for need in current_job().needs()] + [current_job().headers]
+
+    set_json_loads(load)
+    try:
+        job = half.defer(0.5)
+        last = after.configure(needs=[job], headers={"h": 0.5}).defer()
+        app.schedule("s", "0 0 1 1 *", "half", {"x": 0.5})
+        await app.run_worker_async(drain=True)
+        assert (job.result(60), await job.result_async(60)) == (0.5, 0.5)
+        assert repr(last.result(60)) == "[0.5, {'h': 0.5}]"
+        assert repr(app.needs(last)[0].result) == "0.5"
+        assert repr(list(job.stream("values"))) == "[0.5]"
+        engine = sa.create_engine(url_of(dsn))
+        with psycopg.connect(dsn) as own, engine.connect() as alchemist:
+            for connection in (OWN, own, alchemist):
+                defaults = {one.name: one.defaults for one in app.list_tasks(connection=connection)}
+                assert repr(defaults["half"]) == "{'headers': {'h': 0.5}}"
+                (schedule,) = app.list_schedules(connection=connection)
+                assert repr(schedule.args) == "{'x': 0.5}"
+                assert isinstance(app.list_workers(connection=connection)[0].info, dict)
+            # The caller's connection stays as it is.
+            rows = own.execute("select '0.5'::jsonb").fetchall()
+            assert rows == [(load(b"0.5"),)]
+        engine.dispose()
+    finally:
+        set_json_loads(json.loads)
+        await app.close_async()
