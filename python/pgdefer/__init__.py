@@ -45,6 +45,7 @@ from pgdefer.tasks.hooks import JobEvent
 from pgdefer.tasks.infos import (
     GroupInfo,
     HealthCheck,
+    JobDetails,
     JobInfo,
     LockInfo,
     QueueInfo,
@@ -96,6 +97,7 @@ __all__ = [
     "JobAborted",
     "JobCancelled",
     "JobContext",
+    "JobDetails",
     "JobEvent",
     "JobFailed",
     "JobInfo",

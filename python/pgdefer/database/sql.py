@@ -325,6 +325,15 @@ _JOB_CHANGE = "select id, outcome, error from"
 
 JOB = Statement("select * from queue.jobs where id = cast(:id as bigint)")
 
+JOB_DETAILS = Statement("""
+    select id, task, queue, state, reason, cast(args as text) as args, priority, lock,
+      queueing_lock, concurrency_key, needs, deadline, scheduled_at, expires_at, created_at,
+      started_at, finished_at, attempts, failures, crashes, claims, claim, worker_id, error,
+      cast(result as text) as result, description, cast(headers as text) as headers, parent,
+      idempotency_key, progress, percent, message, cast(options as text) as options from
+      queue.jobs where id = cast(:id as bigint)
+""")
+
 ATTEMPTS = Statement("""
     select attempt, claim, worker_id, started_at, finished_at, outcome, error, details
     from queue.attempts where job_id = cast(:id as bigint) order by claim

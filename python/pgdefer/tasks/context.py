@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, cast
 
 from pgdefer._text import escaped
 from pgdefer.client.client import Client
-from pgdefer.codec import unwrap
+from pgdefer.codec import VERSION, unwrap
 from pgdefer.tasks.claim_calls import attempts_left, extend, needs
 from pgdefer.tasks.claim_calls_async import attempts_left_async, extend_async, needs_async
 from pgdefer.tasks.durable import DurableCalls
@@ -44,6 +44,7 @@ class JobContext(DurableCalls, AsyncDurableCalls):
 
     __slots__ = (
         "_abort_reason",
+        "_args",
         "_error",
         "_headers",
         "_late_at",
@@ -99,6 +100,7 @@ class JobContext(DurableCalls, AsyncDurableCalls):
             steps,
         ) = row
         self.steps = Steps(steps)
+        self._args: dict[str, Any] | None = None
         self._abort_reason: str | None = None
         self._error: BaseException | None = None
         # When its timeout passes, for a handler that may keep the worker from noticing that.
@@ -118,6 +120,18 @@ class JobContext(DurableCalls, AsyncDurableCalls):
     def headers(self) -> Mapping[str, Any]:
         """The job's headers. Raises DecodeError if Python can't read them."""
         return {} if self._headers is None else cast("dict[str, Any]", unwrap(self._headers))
+
+    @property
+    def args(self) -> Any:
+        """Its arguments by name as they are stored, decoded when first read.
+
+        They lack the defaults of the task's parameters. Raises DecodeError if they can't be read,
+        or have a value of a type whose decode is `async def`.
+        """
+        if self._args is None:
+            self._args = self.client.codec.decode_stored(self._stored)
+            self._args.pop(VERSION, None)
+        return self._args
 
     @property
     def scheduled_for(self) -> dt.datetime | None:

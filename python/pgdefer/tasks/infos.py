@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import decimal
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from pgdefer.codec import parsed
 __all__ = [
     "GroupInfo",
     "HealthCheck",
+    "JobDetails",
     "JobInfo",
     "LockInfo",
     "QueueInfo",
@@ -47,6 +49,45 @@ class JobInfo:
     created_at: dt.datetime
     description: str | None
     excerpt: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class JobDetails:
+    """A job, as in queue.jobs; args and result are decoded."""
+
+    id: int
+    task: str
+    queue: str
+    state: str
+    reason: str | None
+    args: Mapping[str, Any]
+    priority: int
+    lock: str | None
+    queueing_lock: str | None
+    concurrency_key: str | None
+    needs: list[int] | None
+    deadline: dt.datetime | None
+    scheduled_at: dt.datetime | None
+    expires_at: dt.datetime | None
+    created_at: dt.datetime
+    started_at: dt.datetime | None
+    finished_at: dt.datetime | None
+    attempts: int
+    failures: int
+    crashes: int
+    claims: int
+    claim: int | None
+    worker_id: int | None
+    error: str | None
+    result: Any
+    description: str | None
+    headers: Mapping[str, Any] | None
+    parent: int | None
+    idempotency_key: str | None
+    progress: int
+    percent: decimal.Decimal | None
+    message: str | None
+    options: Mapping[str, Any] | None
 
 
 @dataclasses.dataclass(frozen=True)

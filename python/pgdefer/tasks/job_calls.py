@@ -6,6 +6,7 @@ Tests: integration/test_managing.py.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
 import json
 import time
@@ -17,8 +18,10 @@ from pgdefer.codec import parsed
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyConnection
 from pgdefer.database.growing_delay import GrowingDelay
+from pgdefer.errors import JobNotFound
 from pgdefer.options import ENDED, checked_interval, checked_mapping, checked_option, checked_time
 from pgdefer.tasks.answers import outcome_of, value_of
+from pgdefer.tasks.infos import JobDetails, with_json
 
 __all__ = ["JobCalls"]
 
@@ -48,6 +51,19 @@ class JobCalls(Generic[R_co]):
     def why(self, *, connection: AnyConnection = OWN) -> str:
         """Return the reason why it is not running, or how it ended."""
         return value_of(self.client.call(sql.WHY, {"id": self.id}, connection))
+
+    def info(self, *, connection: AnyConnection = OWN) -> JobDetails:
+        """Return its columns of queue.jobs, with its args and result.
+
+        These are decoded; but the args as they are stored, without the task's defaults. Raises
+        DecodeError if that fails.
+        """
+        rows = self.client.call(sql.JOB_DETAILS, {"id": self.id}, connection)
+        if not rows:
+            raise JobNotFound(f"there is no job {self.id}")
+        info, decode = with_json(JobDetails, rows[0]), self.client.codec.decode
+        args, result = decode(info.args), decode(info.result)
+        return dataclasses.replace(info, args=args, result=result)
 
     def stream(self, stream: str, *, after: int = 0) -> Iterator[Any]:
         """Yield the values that the job emits to a stream, from the first, until it has finished.

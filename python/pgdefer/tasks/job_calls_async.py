@@ -6,6 +6,7 @@ Tests: integration/test_managing.py.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import datetime as dt
 import json
 from collections.abc import AsyncIterator, Mapping
@@ -16,8 +17,10 @@ from pgdefer.codec import parsed
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyAsyncConnection
 from pgdefer.database.growing_delay import GrowingDelay
+from pgdefer.errors import JobNotFound
 from pgdefer.options import ENDED, checked_interval, checked_mapping, checked_option, checked_time
 from pgdefer.tasks.answers import outcome_of, value_of
+from pgdefer.tasks.infos import JobDetails, with_json
 
 __all__ = ["AsyncJobCalls"]
 
@@ -47,6 +50,19 @@ class AsyncJobCalls(Generic[R_co]):
     async def why_async(self, *, connection: AnyAsyncConnection = OWN) -> str:
         """Return the reason why it is not running, or how it ended."""
         return value_of(await self.client.call_async(sql.WHY, {"id": self.id}, connection))
+
+    async def info_async(self, *, connection: AnyAsyncConnection = OWN) -> JobDetails:
+        """Return its columns of queue.jobs, with its args and result.
+
+        These are decoded; but the args as they are stored, without the task's defaults. Raises
+        DecodeError if that fails.
+        """
+        rows = await self.client.call_async(sql.JOB_DETAILS, {"id": self.id}, connection)
+        if not rows:
+            raise JobNotFound(f"there is no job {self.id}")
+        info, decode_async = with_json(JobDetails, rows[0]), self.client.codec.decode_async
+        args, result = await decode_async(info.args), await decode_async(info.result)
+        return dataclasses.replace(info, args=args, result=result)
 
     async def stream_async(self, stream: str, *, after: int = 0) -> AsyncIterator[Any]:
         """Yield the values that the job emits to a stream, from the first, until it has finished.

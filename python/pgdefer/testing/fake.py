@@ -38,8 +38,15 @@ class FakeJob(JobContext):
 
     __slots__ = ("_max_attempts", "_needs", "emitted", "leases", "progresses")
 
-    def __init__(self, row: Sequence[Any], needs: Sequence[Need], max_attempts: int | None) -> None:
+    def __init__(
+        self,
+        row: Sequence[Any],
+        args: Mapping[str, Any],
+        needs: Sequence[Need],
+        max_attempts: int | None,
+    ) -> None:
         super().__init__(cast("Client", _NoClient()), row)
+        self._args = dict(args)
         self._max_attempts = max_attempts
         self._needs = list(needs)
         #: The leases that the handler has requested.
@@ -123,6 +130,7 @@ def fake_job(
     *,
     id: int = 1,
     task: str = "task",
+    args: Mapping[str, Any] | None = None,
     queue: str = "default",
     priority: int = 0,
     lock: str | None = None,
@@ -144,12 +152,12 @@ def fake_job(
     given: Any = attempt
     if not isinstance(given, int) or given < 1:
         raise ValueError(f"attempt must be a whole number from 1, not {attempt!r}")
-    args = {} if scheduled_for is None else {"scheduled_for": scheduled_for.isoformat()}
+    stored = {} if scheduled_for is None else {"scheduled_for": scheduled_for.isoformat()}
     row = (
         id,
         1,
         task,
-        f" {json.dumps(args)}",
+        f" {json.dumps(stored)}",
         queue,
         priority,
         lock,
@@ -161,7 +169,7 @@ def fake_job(
         parent,
         None,
     )
-    job = FakeJob(row, needs, max_attempts)
+    job = FakeJob(row, {**(args or {}), **stored}, needs, max_attempts)
     if abort is not None:
         job.abort(abort)
     token = enter_job(job)

@@ -50,6 +50,8 @@ class ClaimedJob(JobContext):
 
     __slots__ = ("__weakref__", "_claim", "_dropped", "_inside", "_runner", "args")
 
+    args: dict[str, Any]
+
     def __init__(self, claim: Claim, args: dict[str, Any], runner: StreamRunner) -> None:
         super().__init__(claim.job.client, claim.job._row)
         self.steps = claim.job.steps

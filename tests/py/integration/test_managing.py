@@ -85,7 +85,7 @@ def claim(conn: Connection) -> tuple[int, int]:
 
 def test_each_method_has_its_twin() -> None:
     public = {name for name, _ in inspect.getmembers(Job, inspect.isfunction) if name[0] != "_"}
-    names = {*METHODS, "cancel_children", "fork", "result", "signal", "stream"}
+    names = {*METHODS, "cancel_children", "fork", "info", "result", "signal", "stream"}
     assert public == names | {f"{name}_async" for name in names}
     for kind, name in [*((Job, name) for name in names), (App, "pause"), (App, "resume")]:
         plain, other = (inspect.signature(getattr(kind, n)) for n in (name, f"{name}_async"))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime as dt
 from typing import Any
 
 import psycopg
 import pytest
+from sqlalchemy.ext import asyncio as sa_async
 
-from pgdefer import App, Retry
+from pgdefer import App, JobContext, JobEvent, JobNotFound, Retry, current_job
+from pgdefer.database.callers import OWN
+from pgdefer.database.source import LAST
+from support import url_of
 
 from .conftest import Jobs, running
 
@@ -60,6 +66,64 @@ async def test_lists(app: App, conn: Connection, jobs: Jobs) -> None:
     assert app.list_jobs(bad)[0].queue == "slow"
     failed.cancel()
     assert app.prune("cancelled", older_than=dt.timedelta(0)) == 1
+    await app.close_async()
+
+
+async def test_what_is_known_of_a_job(app: App, conn: Connection, dsn: str) -> None:
+    day = dt.date(2030, 1, 2)
+
+    @app.task(name="t", lock="day:{day}", version=2)
+    async def task(day: dt.date, pages: int = 1) -> tuple[int, ...]:
+        return (pages,)
+
+    task.upgrade(lambda args, version: args)
+    job = task.configure(description="d", deadline=LAST).defer(day)
+    info = job.info()
+    assert (info.state, info.lock, info.description) == ("ready", "day:2030-01-02", "d")
+    assert (info.args, info.result, info.headers) == ({"day": day, "__version__": 2}, None, None)
+    assert [field.name for field in dataclasses.fields(info)] == [
+        name
+        for (name,) in conn.execute(
+            "select attname::text from pg_attribute"
+            " where attrelid = 'queue.jobs'::regclass and attnum > 0 order by attnum"
+        )
+    ]
+    async with running(app):
+        await job.result_async(60)
+    engine = sa_async.create_async_engine(url_of(dsn))
+    async with engine.connect() as alchemist, await psycopg.AsyncConnection.connect(dsn) as own:
+        for connection in (OWN, alchemist, own):
+            info = await job.info_async(connection=connection)
+            assert (info.state, info.result, info.attempts) == ("succeeded", (1,), 1)
+    await engine.dispose()
+    with pytest.raises(JobNotFound):
+        app.job(job.id + 1).info()
+    with pytest.raises(JobNotFound):
+        await app.job(job.id + 1).info_async()
+
+
+async def test_the_arguments_of_a_running_job(app: App) -> None:
+    """For middleware, hooks and helpers, which do not know the handler's parameters."""
+    seen: list[Any] = []
+    day = dt.date(2030, 1, 2)
+
+    def note(job: JobContext) -> contextlib.AbstractContextManager[None]:
+        seen.append(job.args)
+        return contextlib.nullcontext()
+
+    @app.on("exhausted")
+    def exhausted(event: JobEvent) -> None:
+        seen.append(event.job.args)
+
+    @app.task(name="t", middleware=[note], version=2)
+    async def task(day: dt.date, pages: int = 1) -> None:
+        seen.append(current_job().args)
+        raise ValueError("no")
+
+    task.upgrade(lambda args, version: args)
+    task.defer(day)
+    await app.run_worker_async(drain=True)
+    assert seen == [{"day": day}] * 3
     await app.close_async()
 
 

@@ -443,7 +443,8 @@ async def test_calls_of_coroutines_take_turns(
 
 
 def test_a_handler_that_is_called_directly(shop: Shop) -> None:
-    with fake_job(attempt=2, headers={"trace": "x"}) as job:
+    with fake_job(args={"name": "Ann"}, attempt=2, headers={"trace": "x"}) as job:
+        assert job.args == {"name": "Ann"}
         assert shop.flaky(1) == 2
         assert current_job().headers == {"trace": "x"}
         assert not current_job().should_abort()
