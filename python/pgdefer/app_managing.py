@@ -19,6 +19,7 @@ from pgdefer.options import (
     checked_interval,
     checked_time,
     job_id,
+    settings_json,
 )
 from pgdefer.tasks.infos import (
     GroupInfo,
@@ -177,12 +178,13 @@ class Managing(Registry):
     def configure_queue(
         self, name: str, options: Mapping[str, Any], *, connection: AnyConnection = OWN
     ) -> None:
-        """Set a queue's limits: `{"max_running": 2, "rate": {"limit": 10, "per": "1 min"}}`.
+        """Set a queue's limits: `{"max_running": 2, "retain": timedelta(days=7)}`.
 
-        Other settings stay; None removes one. `queue.configure_queue` says which there are. Raises
+        A rate is `{"limit": 10, "per": timedelta(minutes=1)}`; intervals may be text, too. Other
+        settings stay; None removes one. `queue.configure_queue` says which there are. Raises
         as `pause`.
         """
-        parameters = {"name": name, "options": json.dumps(dict(options))}
+        parameters = {"name": name, "options": settings_json(options)}
         self.client.call(sql.CONFIGURE_QUEUE, parameters, connection)
 
     def delete_queue(

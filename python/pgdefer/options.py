@@ -234,6 +234,21 @@ def checked_interval(name: str, value: object) -> str | None:
     return interval_text(value)
 
 
+def settings_json(options: Mapping[str, Any]) -> str:
+    """Return the JSON of the settings of a queue, key or share; intervals are timedeltas or text.
+
+    Raises TypeError, ValueError.
+    """
+
+    def text(value: object) -> str | None:
+        if isinstance(value, dt.timedelta):
+            return checked_interval("an interval of the options", value)
+        raise TypeError(f"the options have numbers, text, timedeltas and None, not {value!r}")
+
+    given = checked_mapping("options", options)
+    return json.dumps(given, default=text, allow_nan=False)
+
+
 def checked_time(name: str, value: object) -> str | None:
     """Return a time as text, None for None. Raises TypeError, ValueError that name it."""
     if value is None:

@@ -140,6 +140,18 @@ async def test_queues(app: App, jobs: Jobs, call: Call) -> None:
     (found,) = await call(app.list_queues)
     assert (found.name, found.max_running, found.rate) == ("mail", None, "10 per 00:01:00")
     assert found.paused_until is not None
+    hour = dt.timedelta(hours=1)
+    limits = {"rate": {"limit": 1, "per": hour}, "retain": hour}
+    await call(app.configure_queue, "mail", limits)
+    (found,) = await call(app.list_queues)
+    assert (found.rate, found.retain) == ("1 per 01:00:00", hour)
+    for wrong, error in [
+        ({"retain": object()}, "have numbers, text, timedeltas and None"),
+        ({"retain": dt.timedelta.max}, "out of range"),
+        ("retain", "options must be a mapping"),
+    ]:
+        with pytest.raises((TypeError, ValueError), match=error):
+            await call(app.configure_queue, "mail", wrong)
     app.defer("t", queue="mail")
     with pytest.raises(QueueNotEmpty):
         await call(app.delete_queue, "mail")
