@@ -10,17 +10,16 @@ from typing import Any, Literal, Unpack
 
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyConnection
-from pgdefer.errors import refused
 from pgdefer.options import (
     HasId,
     JobOptions,
     RecurringOptions,
-    as_list,
     checked_interval,
     checked_time,
-    job_id,
+    ids_of,
     settings_json,
 )
+from pgdefer.tasks.answers import check_outcomes
 from pgdefer.tasks.infos import (
     GroupInfo,
     HealthCheck,
@@ -199,6 +198,36 @@ class Managing(Registry):
         ((jobs,),) = self.client.call(sql.DELETE_QUEUE, parameters, connection)
         return int(jobs)
 
+    def configure_key(
+        self, pattern: str, options: Mapping[str, Any], *, connection: AnyConnection = OWN
+    ) -> None:
+        """Set the limit and the rate of concurrency keys that match a name or prefix*.
+
+        For example `{"limit": 2, "rate": {"limit": 10, "per": timedelta(minutes=1)}}`. They
+        override those of jobs; None removes one, what is absent stays. Raises as `pause`.
+        """
+        parameters = {"pattern": pattern, "options": settings_json(options)}
+        self.client.call(sql.CONFIGURE_KEY, parameters, connection)
+
+    def configure_share(
+        self, pattern: str, options: Mapping[str, Any], *, connection: AnyConnection = OWN
+    ) -> None:
+        """Set the weight of shares that match a name or prefix*: `{"weight": 3}`; None: 1.
+
+        Raises as `pause`.
+        """
+        parameters = {"pattern": pattern, "options": settings_json(options)}
+        self.client.call(sql.CONFIGURE_SHARE, parameters, connection)
+
+    def unblock(self, *, connection: AnyConnection = OWN) -> int | None:
+        """End the session that keeps others from admitting jobs, if any; return its process id.
+
+        `health` says when that is needed: its check `admission` fails.
+        """
+        ((session,),) = self.client.call(sql.UNBLOCK, {}, connection)
+        found: int | None = session
+        return found
+
     # Schedules
 
     def schedule(
@@ -238,6 +267,32 @@ class Managing(Registry):
         ((was_there,),) = self.client.call(sql.UNSCHEDULE, {"name": name}, connection)
         return bool(was_there)
 
+    def enable_schedule(
+        self, name: str, enabled: bool = True, *, connection: AnyConnection = OWN
+    ) -> dt.datetime | None:
+        """Enable or disable a schedule; return its next run, None if it is disabled.
+
+        Missed runs are not made up for.
+        """
+        parameters = {"name": name, "enabled": enabled}
+        ((next_run,),) = self.client.call(sql.ENABLE_SCHEDULE, parameters, connection)
+        found: dt.datetime | None = next_run
+        return found
+
+    def next_runs(
+        self,
+        cron: str,
+        *,
+        timezone: str = "UTC",
+        n: int = 5,
+        connection: AnyConnection = OWN,
+    ) -> list[dt.datetime]:
+        """Return the next runs of a cron expression, for a form that asks for one, for example."""
+        check_cron("the schedule", cron)
+        parameters = {"cron": cron, "timezone": timezone, "n": n}
+        rows = self.client.call(sql.NEXT_RUNS, parameters, connection)
+        return [run_at for run_at, _ in rows]
+
     def run_now(self, name: str, *, connection: AnyConnection = OWN) -> Job[Any]:
         """Defer a job of a schedule now, in addition to its runs."""
         ((id,),) = self.client.call(sql.RUN_NOW, {"name": name}, connection)
@@ -267,12 +322,47 @@ class Managing(Registry):
         force: bool = False,
         connection: AnyConnection = OWN,
     ) -> None:
-        """Move jobs to another queue. Raises the error of the first job that is refused."""
-        ids = [job_id(job) for job in as_list("jobs", jobs)]
-        parameters = {"ids": ids, "queue": queue, "force": force}
-        for id, outcome, error in self.client.call(sql.MOVE, parameters, connection):
-            if error is not None:
-                raise refused(id, outcome, error)
+        """Move jobs to another queue. Raises the error of the first that is refused, after all."""
+        parameters = {"ids": ids_of(jobs), "queue": queue, "force": force}
+        check_outcomes(self.client.call(sql.MOVE, parameters, connection))
+
+    def retry_jobs(
+        self,
+        jobs: Iterable[int | HasId],
+        *,
+        force: bool = False,
+        connection: AnyConnection = OWN,
+    ) -> None:
+        """Run jobs again, as `Job.retry`. Raises as `move_jobs`."""
+        parameters = {"ids": ids_of(jobs), "force": force, "from_step": None, "changes": None}
+        check_outcomes(self.client.call(sql.RETRY, parameters, connection))
+
+    def delete_jobs(
+        self,
+        jobs: Iterable[int | HasId],
+        *,
+        force: bool = False,
+        connection: AnyConnection = OWN,
+    ) -> None:
+        """Remove jobs and every trace of them, as `Job.delete`. Raises as `move_jobs`."""
+        parameters = {"ids": ids_of(jobs), "force": force}
+        check_outcomes(self.client.call(sql.DELETE, parameters, connection))
+
+    def fail_jobs(
+        self,
+        jobs: Iterable[int | HasId],
+        message: str,
+        *,
+        connection: AnyConnection = OWN,
+    ) -> None:
+        """End jobs as failed for good, as `Job.fail`. Raises as `move_jobs`."""
+        parameters = {"ids": ids_of(jobs), "message": message}
+        check_outcomes(self.client.call(sql.FAIL_JOBS, parameters, connection))
+
+    def done_jobs(self, jobs: Iterable[int | HasId], *, connection: AnyConnection = OWN) -> None:
+        """End jobs as succeeded, as `Job.done`. Raises as `move_jobs`."""
+        rows = self.client.call(sql.DONE, {"ids": ids_of(jobs)}, connection)
+        check_outcomes(rows)
 
     def prune(
         self,

@@ -9,17 +9,16 @@ from typing import Any, Literal, Unpack
 
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyAsyncConnection
-from pgdefer.errors import refused
 from pgdefer.options import (
     HasId,
     JobOptions,
     RecurringOptions,
-    as_list,
     checked_interval,
     checked_time,
-    job_id,
+    ids_of,
     settings_json,
 )
+from pgdefer.tasks.answers import check_outcomes
 from pgdefer.tasks.infos import (
     GroupInfo,
     HealthCheck,
@@ -200,6 +199,36 @@ class AsyncManaging(Registry):
         ((jobs,),) = await self.client.call_async(sql.DELETE_QUEUE, parameters, connection)
         return int(jobs)
 
+    async def configure_key_async(
+        self, pattern: str, options: Mapping[str, Any], *, connection: AnyAsyncConnection = OWN
+    ) -> None:
+        """Set the limit and the rate of concurrency keys that match a name or prefix*.
+
+        For example `{"limit": 2, "rate": {"limit": 10, "per": timedelta(minutes=1)}}`. They
+        override those of jobs; None removes one, what is absent stays. Raises as `pause`.
+        """
+        parameters = {"pattern": pattern, "options": settings_json(options)}
+        await self.client.call_async(sql.CONFIGURE_KEY, parameters, connection)
+
+    async def configure_share_async(
+        self, pattern: str, options: Mapping[str, Any], *, connection: AnyAsyncConnection = OWN
+    ) -> None:
+        """Set the weight of shares that match a name or prefix*: `{"weight": 3}`; None: 1.
+
+        Raises as `pause`.
+        """
+        parameters = {"pattern": pattern, "options": settings_json(options)}
+        await self.client.call_async(sql.CONFIGURE_SHARE, parameters, connection)
+
+    async def unblock_async(self, *, connection: AnyAsyncConnection = OWN) -> int | None:
+        """End the session that keeps others from admitting jobs, if any; return its process id.
+
+        `health` says when that is needed: its check `admission` fails.
+        """
+        ((session,),) = await self.client.call_async(sql.UNBLOCK, {}, connection)
+        found: int | None = session
+        return found
+
     # Schedules
 
     async def schedule_async(
@@ -239,6 +268,32 @@ class AsyncManaging(Registry):
         ((was_there,),) = await self.client.call_async(sql.UNSCHEDULE, {"name": name}, connection)
         return bool(was_there)
 
+    async def enable_schedule_async(
+        self, name: str, enabled: bool = True, *, connection: AnyAsyncConnection = OWN
+    ) -> dt.datetime | None:
+        """Enable or disable a schedule; return its next run, None if it is disabled.
+
+        Missed runs are not made up for.
+        """
+        parameters = {"name": name, "enabled": enabled}
+        ((next_run,),) = await self.client.call_async(sql.ENABLE_SCHEDULE, parameters, connection)
+        found: dt.datetime | None = next_run
+        return found
+
+    async def next_runs_async(
+        self,
+        cron: str,
+        *,
+        timezone: str = "UTC",
+        n: int = 5,
+        connection: AnyAsyncConnection = OWN,
+    ) -> list[dt.datetime]:
+        """Return the next runs of a cron expression, for a form that asks for one, for example."""
+        check_cron("the schedule", cron)
+        parameters = {"cron": cron, "timezone": timezone, "n": n}
+        rows = await self.client.call_async(sql.NEXT_RUNS, parameters, connection)
+        return [run_at for run_at, _ in rows]
+
     async def run_now_async(self, name: str, *, connection: AnyAsyncConnection = OWN) -> Job[Any]:
         """Defer a job of a schedule now, in addition to its runs."""
         ((id,),) = await self.client.call_async(sql.RUN_NOW, {"name": name}, connection)
@@ -268,12 +323,49 @@ class AsyncManaging(Registry):
         force: bool = False,
         connection: AnyAsyncConnection = OWN,
     ) -> None:
-        """Move jobs to another queue. Raises the error of the first job that is refused."""
-        ids = [job_id(job) for job in as_list("jobs", jobs)]
-        parameters = {"ids": ids, "queue": queue, "force": force}
-        for id, outcome, error in await self.client.call_async(sql.MOVE, parameters, connection):
-            if error is not None:
-                raise refused(id, outcome, error)
+        """Move jobs to another queue. Raises the error of the first that is refused, after all."""
+        parameters = {"ids": ids_of(jobs), "queue": queue, "force": force}
+        check_outcomes(await self.client.call_async(sql.MOVE, parameters, connection))
+
+    async def retry_jobs_async(
+        self,
+        jobs: Iterable[int | HasId],
+        *,
+        force: bool = False,
+        connection: AnyAsyncConnection = OWN,
+    ) -> None:
+        """Run jobs again, as `Job.retry`. Raises as `move_jobs`."""
+        parameters = {"ids": ids_of(jobs), "force": force, "from_step": None, "changes": None}
+        check_outcomes(await self.client.call_async(sql.RETRY, parameters, connection))
+
+    async def delete_jobs_async(
+        self,
+        jobs: Iterable[int | HasId],
+        *,
+        force: bool = False,
+        connection: AnyAsyncConnection = OWN,
+    ) -> None:
+        """Remove jobs and every trace of them, as `Job.delete`. Raises as `move_jobs`."""
+        parameters = {"ids": ids_of(jobs), "force": force}
+        check_outcomes(await self.client.call_async(sql.DELETE, parameters, connection))
+
+    async def fail_jobs_async(
+        self,
+        jobs: Iterable[int | HasId],
+        message: str,
+        *,
+        connection: AnyAsyncConnection = OWN,
+    ) -> None:
+        """End jobs as failed for good, as `Job.fail`. Raises as `move_jobs`."""
+        parameters = {"ids": ids_of(jobs), "message": message}
+        check_outcomes(await self.client.call_async(sql.FAIL_JOBS, parameters, connection))
+
+    async def done_jobs_async(
+        self, jobs: Iterable[int | HasId], *, connection: AnyAsyncConnection = OWN
+    ) -> None:
+        """End jobs as succeeded, as `Job.done`. Raises as `move_jobs`."""
+        rows = await self.client.call_async(sql.DONE, {"ids": ids_of(jobs)}, connection)
+        check_outcomes(rows)
 
     async def prune_async(
         self,

@@ -283,6 +283,11 @@ def job_id(job: int | HasId) -> int:
 IN_TEMPLATES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 
 
+def ids_of(jobs: Iterable[int | HasId]) -> list[int]:
+    """Return the ids of jobs. Raises TypeError, ValueError."""
+    return [job_id(job) for job in as_list("jobs", jobs)]
+
+
 def literal(text: str) -> str:
     """Return the template of a text: a lock or key that is that text, also if it has braces."""
     return text.replace("{", "{{").replace("}", "}}")

@@ -548,6 +548,16 @@ CONFIGURE_QUEUE = Statement("""
     select queue.configure_queue(cast(:name as text), cast(:options as jsonb))
 """)
 
+CONFIGURE_KEY = Statement("""
+    select queue.configure_key(cast(:pattern as text), cast(:options as jsonb))
+""")
+
+CONFIGURE_SHARE = Statement("""
+    select queue.configure_share(cast(:pattern as text), cast(:options as jsonb))
+""")
+
+UNBLOCK = Statement("select session from queue.unblock() as session")
+
 WORKERS = Statement("""
     select id, name, queues, info, is_alive, running, memory, registered_at, last_seen_at,
       dead_after, clock_timestamp() - last_seen_at as silent_for,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pgdefer.database.callers import Rows
 from pgdefer.errors import refused
 
-__all__ = ["outcome_of", "value_of"]
+__all__ = ["check_outcomes", "outcome_of", "value_of"]
 
 
 def value_of(rows: Rows) -> str:
@@ -23,3 +23,10 @@ def outcome_of(rows: Rows) -> str:
     if error is not None:
         raise refused(id, outcome, error)
     return str(outcome)
+
+
+def check_outcomes(rows: Rows) -> None:
+    """Raise the error of the first job that a function on many has refused."""
+    for id, outcome, error in rows:
+        if error is not None:
+            raise refused(id, outcome, error)

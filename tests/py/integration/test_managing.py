@@ -159,6 +159,53 @@ async def test_queues(app: App, jobs: Jobs, call: Call) -> None:
     assert await call(app.list_queues) == []
 
 
+async def test_keys_and_shares(app: App, conn: Connection, call: Call) -> None:
+    app.defer("t", concurrency_key="site:a", concurrency_limit=5)
+    app.defer("t", share="customer")
+    rate = {"limit": 10, "per": dt.timedelta(minutes=1)}
+    await call(app.configure_key, "site:*", {"limit": 2, "rate": rate})
+    await call(app.configure_share, "customer", {"weight": 3})
+    conn.execute("select queue.tick()")
+    found = {slot.key: slot for slot in await call(app.list_slots)}
+    assert (found["site:a"].limit, found["site:a"].rate_per) == (2, dt.timedelta(minutes=1))
+    (share,) = [one for one in await call(app.list_shares) if one.share == "customer"]
+    assert share.weight == 3
+    with pytest.raises(TypeError, match="options must be a mapping"):
+        await call(app.configure_key, "site:*", 2)
+    with pytest.raises(InvalidParameter):
+        await call(app.configure_share, "customer", {"weight": -1})
+
+
+async def test_changes_of_many_jobs(app: App, jobs: Jobs, call: Call) -> None:
+    many = [app.defer("t") for _ in range(3)]
+    await call(app.fail_jobs, many, "no")
+    assert list(jobs.states().values()) == ["failed"] * 3
+    assert {row["error"] for row in jobs()} == {"no"}
+    await call(app.retry_jobs, many)
+    assert list(jobs.states().values()) == ["ready"] * 3
+    await call(app.done_jobs, [job.id for job in many[:2]])
+    with pytest.raises(InvalidState):
+        await call(app.fail_jobs, many, "no")
+    assert list(jobs.states().values()) == ["succeeded", "succeeded", "failed"]
+    await call(app.delete_jobs, many)
+    assert jobs.states() == {}
+    with pytest.raises(JobNotFound):
+        await call(app.delete_jobs, many)
+
+
+async def test_schedules(app: App, call: Call) -> None:
+    await call(app.schedule, "yearly", "0 0 1 1 *", "t")
+    assert await call(app.enable_schedule, "yearly", False) is None
+    (next_run,) = await call(app.next_runs, "0 0 1 1 *", n=1)
+    assert await call(app.enable_schedule, "yearly") == next_run
+    with pytest.raises(ValueError, match="cron"):
+        await call(app.next_runs, "yearly")
+
+
+async def test_nobody_is_in_the_way(app: App, call: Call) -> None:
+    assert await call(app.unblock) is None
+
+
 async def test_a_retry_that_waits_is_made_at_once(
     app: App, conn: Connection, jobs: Jobs, call: Call
 ) -> None:
