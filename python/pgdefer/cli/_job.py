@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import psycopg
 import typer
 from rich.text import Text
 
@@ -21,6 +22,7 @@ from pgdefer.database import sql
 from . import _complete, _show
 from ._base import (
     DSN,
+    REFUSALS,
     AsJson,
     DryRun,
     Exit,
@@ -582,8 +584,13 @@ def cancel(
 ) -> None:
     """Cancel jobs that have not started; with --abort, also running ones."""
     confirm(f"Cancel {_count(ids)}?", yes=yes, dry_run=dry_run)
+    if as_json:
+        with session(dsn, as_json=True, dry_run=dry_run) as on:
+            each = [_cancelled(on, id, abort=abort, children=children) for id in dict.fromkeys(ids)]
+        _end(sum(each, Rows([], [])))
+        return
     refused = 0
-    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+    with session(dsn, dry_run=dry_run) as on:
         for id in dict.fromkeys(ids):
             asked = {"id": id, "abort": abort}
             try:
@@ -591,7 +598,9 @@ def cancel(
                     rows = on.call(sql.CANCEL, asked)
                 _show_state(id, rows)
                 if children:
-                    _cancel_children(on, asked)
+                    rows = _cancelled_children(on, asked)
+                    if rows.values:
+                        _end(rows)
             except typer.Exit as end:
                 if len(ids) == 1 or end.exit_code == Exit.UNREACHABLE:
                     raise
@@ -669,17 +678,30 @@ def _retry_failed(
     _end(rows)
 
 
-def _cancel_children(on: Session, parameters: dict[str, Any]) -> None:
-    """Cancel all children of a job, and print each outcome."""
+def _cancelled(on: Session, id: int, *, abort: bool, children: bool) -> Rows:
+    """Cancel a job, and perhaps its children; return the outcomes as functions on many jobs do."""
+    asked = {"id": id, "abort": abort}
+    try:
+        with on.transaction():
+            row = {"id": id, "outcome": on.one(sql.CANCEL, asked), "error": None}
+    except psycopg.Error as error:
+        if error.sqlstate not in REFUSALS:
+            raise
+        state = None if error.sqlstate == "QJ001" else on.one(sql.STATE, {"id": id})
+        row = {"id": id, "outcome": state, "error": error.sqlstate}
+    rows = Rows([row], [json.dumps(row)])
+    return rows + _cancelled_children(on, asked) if children and row["error"] is None else rows
+
+
+def _cancelled_children(on: Session, parameters: dict[str, Any]) -> Rows:
+    """Cancel all children of a job; return their outcomes."""
     rows = Rows([])
     while True:
         with reported(), on.transaction():
             more = on.call(sql.CANCEL_CHILDREN, parameters)
         rows += more
         if len(more.values) < SLICE:
-            break
-    if rows.values:
-        _end(rows)
+            return rows
 
 
 def _end(rows: Rows, *, can_force: bool = False) -> None:

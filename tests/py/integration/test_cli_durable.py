@@ -113,6 +113,10 @@ def test_the_children_of_a_cancelled_job(run: Run, conn: Connection, claim: Clai
     ids = [conn.execute(query, [options]).fetchone()[0] for _ in range(2)]  # type: ignore[index]
     conn.execute("select queue.await_jobs(%s, %s, 'gather', %s)", [parent, number, ids])
     said = "".join(f"{id_}: cancelled\n" for id_ in (parent, *ids))
+    done = run("job", "cancel", parent, "--children", "--dry-run", "--json")
+    assert [(row["id"], row["outcome"]) for row in done.json] == [
+        (id_, "cancelled") for id_ in (parent, *ids)
+    ]
     assert run("job", "cancel", parent, "--children", "--yes").out == said
     assert run("job", "cancel", parent, "--children", "--yes").code != 0
     assert run("job", "show", ids[0], "--json").json["state"] == "cancelled"

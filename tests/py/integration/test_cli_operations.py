@@ -710,6 +710,9 @@ def test_one_job(run: Run, jobs: Jobs, claim: Claim) -> None:
     assert jobs()[0]["priority"] == 5
     claim()
     assert run("job", "cancel", id, "-y").code == Exit.WRONG_STATE
+    done = run("job", "cancel", id, "-y", "--json")
+    assert done.code == Exit.WRONG_STATE
+    assert done.json == [{"id": id, "outcome": "running", "error": "QJ003"}]
     assert run("job", "cancel", id, "-y", "--abort").out == f"{id}: running\n"
     assert run("job", "reschedule", id).code == Exit.WRONG_STATE
 

@@ -72,6 +72,14 @@ def test_a_job_is_deferred_once(run: Run, jobs: Jobs) -> None:
 
 def test_many_are_cancelled(app: App, run: Run, jobs: Jobs) -> None:
     ids = [app.defer("t").id for _ in range(3)]
+    done = run("job", "cancel", ids[0], 7777, ids[0], "--dry-run", "--json")
+    assert (done.code, done.json) == (
+        Exit.PARTLY,
+        [
+            {"id": ids[0], "outcome": "cancelled", "error": None},
+            {"id": 7777, "outcome": None, "error": "QJ001"},
+        ],
+    )
     done = run("job", "cancel", ids[0], 7777, ids[1], "--dry-run")
     assert done.out == f"{ids[0]}: cancelled\n{ids[1]}: cancelled\n"
     assert "not found" in done.err
