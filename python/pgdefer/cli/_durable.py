@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from typing import Annotated, Any
 
@@ -54,22 +55,28 @@ def signal(
     name: Annotated[str, typer.Argument(metavar="NAME", help="The signal's name.")],
     payload: Payload = "{}",
     dsn: DSN = None,
+    as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
     """Send a signal to a job, for a wait of its handler, now or later."""
     parameters = {"id": id, "name": name, "payload": _read(payload)}
     with session(dsn, dry_run=dry_run) as on:
         on.call(sql.SIGNAL, parameters)
+    if as_json:
+        _show.write(json.dumps({"id": id, "name": name}))
 
 
 @jobs.command("fork")
-def fork(id: Id, step: Step, dsn: DSN = None, dry_run: DryRun = False) -> None:
+def fork(
+    id: Id, step: Step, dsn: DSN = None, as_json: AsJson = False, dry_run: DryRun = False
+) -> None:
     """Defer a copy of a job that continues from a step, and print its id.
 
     The copy has the steps that were finished before that one.
     """
-    with session(dsn, dry_run=dry_run) as on:
-        out.print(str(on.one(sql.FORK, {"id": id, "from_step": step})), highlight=False)
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+        rows = on.call(sql.FORK, {"id": id, "from_step": step})
+    _show.answer(rows, lambda row: str(row["id"]))
 
 
 @jobs.command("stream")
@@ -104,10 +111,14 @@ def publish(
         str | None, typer.Option(help="How long to keep it for later waits, for example '7 days'.")
     ] = None,
     dsn: DSN = None,
+    as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
     """Publish an event to all jobs that wait for it, now or later. The first payload counts."""
     parameters = {"event": event, "payload": _read(payload), "retain": retain}
-    with session(dsn, dry_run=dry_run) as on:
-        if not on.one(sql.PUBLISH, parameters):
-            out.print(Text(f"{_show.escaped(event)} was published before: that payload stands."))
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+        rows = on.call(sql.PUBLISH, parameters)
+    if as_json:
+        _show.answer(rows, str)
+    elif not rows.values[0]["is_first"]:
+        out.print(Text(f"{_show.escaped(event)} was published before: that payload stands."))

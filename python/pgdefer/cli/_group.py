@@ -53,8 +53,13 @@ def show_group(name: Name, dsn: DSN = None, as_json: AsJson = False) -> None:
 
 
 @groups.command("close")
-def close_group(name: Name, dsn: DSN = None, dry_run: DryRun = False) -> None:
+def close_group(
+    name: Name, dsn: DSN = None, as_json: AsJson = False, dry_run: DryRun = False
+) -> None:
     """Close a group: no more jobs join it, and its callbacks follow the end of its jobs."""
-    with session(dsn, dry_run=dry_run) as on:
-        if not on.one(sql.CLOSE_GROUP, {"name": name}):
-            out.print(Text(f"{_show.escaped(name)} was closed before."))
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+        rows = on.call(sql.CLOSE_GROUP, {"name": name})
+    if as_json:
+        _show.answer(rows, str)
+    elif not rows.values[0]["was_open"]:
+        out.print(Text(f"{_show.escaped(name)} was closed before."))

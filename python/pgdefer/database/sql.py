@@ -265,9 +265,9 @@ SIGNAL = Statement("""
 """)
 
 PUBLISH = Statement("""
-    select * from queue.publish(
+    select is_first from queue.publish(
       cast(:event as text), cast(cast(:payload as text) as jsonb),
-      cast(cast(:retain as text) as interval))
+      cast(cast(:retain as text) as interval)) as is_first
 """)
 
 OPEN_GROUP = Statement("""
@@ -276,7 +276,9 @@ OPEN_GROUP = Statement("""
       cast(cast(:on_success as text) as jsonb), cast(cast(:on_failure as text) as jsonb))
 """)
 
-CLOSE_GROUP = Statement("select * from queue.close_group(cast(:name as text))")
+CLOSE_GROUP = Statement("""
+    select was_open from queue.close_group(cast(:name as text)) as was_open
+""")
 
 EMIT = Statement("""
     select * from queue.emit(
@@ -294,7 +296,7 @@ FINISHED_STEPS = Statement("""
     from queue.steps where job_id = cast(:id as bigint) order by claim, finished_at
 """)
 
-FORK = Statement("select queue.fork(cast(:id as bigint), cast(:from_step as text))")
+FORK = Statement("select id from queue.fork(cast(:id as bigint), cast(:from_step as text)) as id")
 
 SET_PROGRESS = Statement("""
     select queue.set_progress(

@@ -53,6 +53,7 @@ def test_a_signal(run: Run, conn: Connection, claim: Claim) -> None:
     assert claim().keys() == {id_}
     assert run("job", "steps", id_, "--json").json[0]["value"] == {"by": "ann"}
     assert run("job", "signal", id_, "approved", "{").code == Exit.USAGE
+    assert run("job", "signal", id_, "more", "--json").json == {"id": id_, "name": "more"}
 
 
 def test_an_event(run: Run, conn: Connection, claim: Claim) -> None:
@@ -63,6 +64,8 @@ def test_an_event(run: Run, conn: Connection, claim: Claim) -> None:
     assert "--retain: invalid input syntax for type interval" in refused.err
     assert refused.code == Exit.USAGE
     assert "published before" in run("publish", "paid", "[8]").out
+    assert run("publish", "paid", "[8]", "--json").json == {"is_first": False}
+    assert run("publish", "new", "--json").json == {"is_first": True}
     assert claim().keys() == {id_}
     assert run("job", "steps", id_, "--json").json[0]["value"] == [7]
 
@@ -72,6 +75,7 @@ def test_back_to_a_step(run: Run, conn: Connection, claim: Claim) -> None:
     number = finish_steps(conn, claim, id_, "one", "two", "three")
     conn.execute("select queue.succeed(%s, %s)", [id_, number])
     other = int(run("job", "fork", id_, "two").out)
+    assert run("job", "fork", id_, "two", "--dry-run", "--json").json["id"] > other
     assert [row["name"] for row in run("job", "steps", other, "--json").json] == ["one"]
     for command in (["fork", id_, "four"], ["retry", id_, "--from-step", "four"]):
         refused = run("job", *command)

@@ -72,6 +72,7 @@ def test_a_block_that_raises_leaves_it_open(app: App, run: Run) -> None:
     (info,) = app.list_groups("g")
     assert info.state == "closing"
     assert "was closed before" in run("group", "close", "g").out
+    assert run("group", "close", "g", "--json").json == {"was_open": False}
     assert not group.close()
     assert run("group", "show", "none").code == Exit.NOT_FOUND
     with pytest.raises(InvalidParameter, match="no such group"):
