@@ -530,7 +530,8 @@ def done(
     _change(sql.DONE, {"ids": ids}, dsn, as_json, dry_run)
 
 
-@jobs.command("priority")
+# -4 is a number here, and no option.
+@jobs.command("priority", context_settings={"ignore_unknown_options": True})
 def priority(
     number: Annotated[int, typer.Argument(metavar="PRIORITY", help="Higher runs first.")],
     ids: Ids,

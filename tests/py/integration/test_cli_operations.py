@@ -706,6 +706,8 @@ def test_one_job(run: Run, jobs: Jobs, claim: Claim) -> None:
     assert run("job", "unhold", id).code == Exit.WRONG_STATE
     assert run("job", "reschedule", id, "--at", "2999-01-01").out == f"{id}: scheduled\n"
     assert run("job", "reschedule", id, "--json").json == {"state": "ready"}
+    assert run("job", "priority", "-5", id).out == f"{id}: ready\n"
+    assert jobs()[0]["priority"] == -5
     assert run("job", "priority", 5, id, 99).code == Exit.PARTLY
     assert jobs()[0]["priority"] == 5
     claim()
