@@ -9,11 +9,13 @@ from typing import Any, Literal, Unpack
 
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyAsyncConnection
+from pgdefer.errors import Naming
 from pgdefer.options import (
     HasId,
     JobOptions,
     RecurringOptions,
     checked_interval,
+    checked_mapping,
     checked_time,
     ids_of,
     settings_json,
@@ -245,11 +247,15 @@ class AsyncManaging(Registry):
         """Create or change a schedule, a customer's for example; return its next run.
 
         No worker removes it, because the code does not define it. The same again changes nothing.
+        The arguments are checked if `task` is a Task, and no name.
         """
         what = f"the schedule {name!r}"
         named = task.name if isinstance(task, Task) else task
         check_cron(what, cron)
         check_options(what, options, RecurringOptions)
+        if isinstance(task, Task):
+            with Naming(what):
+                args = task.parameters.bind_run(checked_mapping("args", args or {}))
         stored = json.dumps(JobOptions.of(options).defaults(), allow_nan=False)
         parameters = {
             "name": name,

@@ -16,7 +16,6 @@ from pgdefer.errors import Naming
 from pgdefer.options import JobOptions, RecurringOptions
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.option_checks import check_cron, check_options
-from pgdefer.tasks.parameters import SCHEDULED_FOR
 from pgdefer.tasks.registry import DjangoTask, Registry, name_of, task_of
 from pgdefer.tasks.schedule import Schedule
 from pgdefer.tasks.task import AsyncTask, SyncTask, Task
@@ -158,13 +157,7 @@ class RecurringDecorator:
 
     def _schedule(self, what: str, task: Task[..., Any]) -> None:
         """Record the schedule of a task."""
-        if SCHEDULED_FOR in self._args:
-            raise TypeError(f"{SCHEDULED_FOR} is the run's own")
-        named = dict(self._args)
-        if SCHEDULED_FOR in task.parameters.required:
-            named[SCHEDULED_FOR] = None
-        bound = dict(task.parameters.bind((), named))
-        bound.pop(SCHEDULED_FOR, None)
+        bound = task.parameters.bind_run(self._args)
         check_cron(what, self._cron)
         check_options(what, self._options, RecurringOptions)
         schedule = Schedule(

@@ -86,6 +86,17 @@ class Parameters:
         bound = self._bind(args, kwargs)
         return bound if self.version == 1 else {**bound, VERSION: self.version}
 
+    def bind_run(self, args: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a schedule's runs. Raises TypeError as the call itself would."""
+        if SCHEDULED_FOR in args:
+            raise TypeError(f"{SCHEDULED_FOR} is the run's own")
+        named = dict(args)
+        if SCHEDULED_FOR in self.required:
+            named[SCHEDULED_FOR] = None
+        bound = dict(self.bind((), named))
+        bound.pop(SCHEDULED_FOR, None)
+        return bound
+
     def _bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
         is_simple = not (args or self.positional or self.rest or self.keywords)
         if is_simple and self.required <= kwargs.keys() <= self.allowed:

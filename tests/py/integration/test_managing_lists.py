@@ -133,6 +133,9 @@ async def test_schedules_outside_of_the_code(app: App) -> None:
 
     next_run = app.schedule("customer 5", "0 9 * * *", task, {"customer": 5}, timezone="UTC")
     assert next_run is not None
+    for wrong in ({"nope": True}, {}, {"customer": 5, "scheduled_for": "now"}):
+        with pytest.raises(TypeError, match="the schedule 'other'"):
+            app.schedule("other", "0 9 * * *", task, wrong)
     (found,) = await app.list_schedules_async()
     assert (found.name, found.task, found.args, found.next_run_at) == (
         "customer 5",
