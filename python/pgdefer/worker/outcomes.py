@@ -121,10 +121,17 @@ def released(id: int, claim: int) -> str:
 
 
 def failed(
-    id: int, claim: int, error: BaseException, options: Mapping[str, object] | None = None
+    id: int,
+    claim: int,
+    error: BaseException,
+    options: Mapping[str, object] | None = None,
+    said: str | None = None,
 ) -> str:
-    """Return the outcome of a handler that raised; `options` are queue.fail's."""
-    return _failure("failed", id, claim, error, options)
+    """Return the outcome of a handler that raised; `options` are queue.fail's.
+
+    The job's error is what the handler has `said`, or the error's type and message.
+    """
+    return _failure("failed", id, claim, error, options, said=said)
 
 
 def crashed(id: int, claim: int, error: BaseException) -> str:
@@ -156,13 +163,19 @@ def yield_parameters(id: int, claim: int, asked: RetryLater) -> dict[str, Any]:
 
 
 def _failure(
-    outcome: str, id: int, claim: int, error: BaseException, options: Mapping[str, object] | None
+    outcome: str,
+    id: int,
+    claim: int,
+    error: BaseException,
+    options: Mapping[str, object] | None,
+    *,
+    said: str | None = None,
 ) -> str:
     report: dict[str, object] = {
         "id": id,
         "claim": claim,
         "outcome": outcome,
-        "error": error_text(error),
+        "error": error_text(error) if said is None else storable(said, MAX_MESSAGE),
         "details": error_details(error),
     }
     if options:

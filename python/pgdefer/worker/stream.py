@@ -79,14 +79,18 @@ class ClaimedJob(JobContext):
         self._end(success(self._claim.job, RETRY_POLICY_ONLY, result))
 
     def fail(self, error: str | BaseException, decision: Decision | None = None) -> None:
-        """End it as failed: the retry policy, or the decision, says what follows."""
+        """End it as failed: the retry policy, or the decision, says what follows.
+
+        A text is stored as it is; of an exception, its type and message.
+        """
+        said = error if isinstance(error, str) else None
         if isinstance(error, str):
             error = PgDeferError(error)
         elif not isinstance(error, BaseException):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
         options = None if decision is None else decision.as_options()
         self._claim.job._error = error
-        outcome = outcomes.failed(self.id, self.claim, error, options)
+        outcome = outcomes.failed(self.id, self.claim, error, options, said)
         self._end(outcomes.with_steps(outcome, self.steps.take_kept()))
 
     def retry_later(self, asked: RetryLater) -> None:

@@ -81,7 +81,7 @@ def test_each_way_to_end_a_job(app: App, jobs: Jobs) -> None:
     }
     assert deferred["return"].result() == {"at": when}
     assert rows["raise"]["error"] == "ValueError: no"
-    assert rows["decide"]["error"] == "PgDeferError: never"
+    assert rows["decide"]["error"] == "never"
 
 
 def test_a_job_ends_once(app: App, jobs: Jobs) -> None:
