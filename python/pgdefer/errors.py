@@ -220,7 +220,7 @@ REFUSALS = {
     ),
     "QJ003": (
         "the job's state does not allow this",
-        "Where another transaction may be at the job, try again; else see what force does.",
+        "A running job needs force=True. Where another transaction changes the job, try again.",
     ),
     "QJ004": ("already queued", "Another job with its queueing_lock waits."),
     "QJ009": ("the job has finished no such step", "`pgdefer job steps {id}` lists them."),

@@ -17,7 +17,7 @@ from pgdefer.codec import parsed
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyAsyncConnection
 from pgdefer.database.growing_delay import GrowingDelay
-from pgdefer.errors import JobNotFound
+from pgdefer.errors import InvalidParameter, JobNotFound
 from pgdefer.options import ENDED, checked_interval, checked_mapping, checked_option, checked_time
 from pgdefer.tasks.answers import outcome_of, value_of
 from pgdefer.tasks.infos import JobDetails, with_json
@@ -153,6 +153,8 @@ class AsyncJobCalls(Generic[R_co]):
         durable job keeps its finished steps; with `from_step`, only those that were finished before
         that one. Raises StepChanged if it has not finished that step.
         """
+        if at is not None and delay is not None:
+            raise InvalidParameter("at and delay exclude each other", hint="Give one of the two.")
         given = (
             ("retry_at", checked_time("at", at)),
             ("retry_in", checked_interval("delay", delay)),

@@ -206,6 +206,15 @@ async def test_nobody_is_in_the_way(app: App, call: Call) -> None:
     assert await call(app.unblock) is None
 
 
+async def test_a_retry_at_two_times(app: App, call: Call) -> None:
+    job = app.defer("t")
+    with pytest.raises(ValueError, match="at and delay exclude each other"):
+        await call(job.retry, at=LATER, delay=dt.timedelta(minutes=1))
+    with pytest.raises(InvalidState, match="state: ready") as raised:
+        await call(job.retry, force=True)
+    assert raised.value.hint.startswith("A running job needs force=True.")
+
+
 async def test_a_retry_that_waits_is_made_at_once(
     app: App, conn: Connection, jobs: Jobs, call: Call
 ) -> None:
