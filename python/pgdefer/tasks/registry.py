@@ -114,7 +114,7 @@ class Registry:
         for module in self.imports:
             importlib.import_module(module)
 
-    async def register_schedules_async(
+    async def _register_schedules(
         self, connection: AsyncPsycopgConnection, *, prune: bool = False
     ) -> list[str]:
         """Register the schedules; return the names of those that the code no longer has.

@@ -39,7 +39,7 @@ class AskingQueue(Assertions[DeferredJob]):
     async def _rehearse(self) -> None:
         """Have the database admit uncommitted jobs, and let the test take its time."""
 
-    async def deferred_jobs(self) -> list[DeferredJob]:
+    async def _deferred_jobs(self) -> list[DeferredJob]:
         """Return the jobs deferred in this test."""
         found: list[DeferredJob] = []
         after = self._after

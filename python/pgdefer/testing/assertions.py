@@ -21,7 +21,7 @@ class Assertions(Generic[J]):
 
     app: App
 
-    async def deferred_jobs(self) -> list[J]:
+    async def _deferred_jobs(self) -> list[J]:
         """Return the jobs deferred in this test."""
         raise NotImplementedError
 
@@ -42,7 +42,7 @@ class Assertions(Generic[J]):
         self, task: Task[..., Any] | DjangoTask | str | None = None, /, *args: Any, **kwargs: Any
     ) -> list[J]:
         """Return the jobs deferred in this test: as `deferred`."""
-        jobs = await self.deferred_jobs()
+        jobs = await self._deferred_jobs()
         if task is None:
             return jobs
         known = self._known(task)
@@ -61,7 +61,7 @@ class Assertions(Generic[J]):
         self, task: Task[..., Any] | DjangoTask | str, /, *args: Any, **kwargs: Any
     ) -> J:
         """Check that a task was deferred: as `assert_deferred`."""
-        jobs = await self.deferred_jobs()
+        jobs = await self._deferred_jobs()
         known = self._known(task)
         expected = arguments(known, args, kwargs)
         matching = found(jobs, known, expected)

@@ -43,7 +43,7 @@ class MemoryQueue(StandingIn, Assertions[RecordedJob]):
     def __exit__(self, *_: object) -> None:
         self._leave(self.app.client)
 
-    async def deferred_jobs(self) -> list[RecordedJob]:
+    async def _deferred_jobs(self) -> list[RecordedJob]:
         """Return the jobs deferred in this test."""
         return list(self._jobs)
 

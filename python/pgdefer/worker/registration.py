@@ -94,9 +94,7 @@ class Registration:
             # Only once: a schedule that was removed by hand stays removed.
             if self._register_schedules:
                 await self._with_connection(
-                    functools.partial(
-                        registry.register_schedules_async, prune=self._prune_schedules
-                    )
+                    functools.partial(registry._register_schedules, prune=self._prune_schedules)
                 )
             self.was_accepted = True
         registered_at = clock()

@@ -82,7 +82,7 @@ async def test_a_connection_that_is_cut_at_the_start(
 
     job = await task.defer_async()
     cutting(Client, "register_async")
-    cutting(Registry, "register_schedules_async")
+    cutting(Registry, "_register_schedules")
     async with running(app):
         await jobs.end()
     assert len(cuts) == 4
