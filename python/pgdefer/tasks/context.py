@@ -111,6 +111,10 @@ class JobContext(DurableCalls, AsyncDurableCalls):
     def __repr__(self) -> str:
         return f"<job {self.id} {escaped(self.task)} attempt {self.attempt} claim {self.claim}>"
 
+    def _log_fields(self) -> dict[str, object]:
+        """Return the fields of a log record about it."""
+        return {"id": self.id, "task": self.task, "queue": self.queue, "attempt": self.attempt}
+
     @property
     def dsn(self) -> str:
         """The DSN of the job's database, for connections of the handler's own."""

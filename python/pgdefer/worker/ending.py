@@ -88,7 +88,8 @@ def result_json(job: JobContext, result: object) -> str | None:
     except BaseException as error:
         # The job's effects remain. Only a caller that asks for the result notices that it is lost.
         kind, why = full_type_name(result), type_name(error)
-        log.warning("%r succeeded, but its result, a %s, can't be stored (%s)", job, kind, why)
+        said = "%r succeeded, but its result, a %s, can't be stored (%s)"
+        log.warning(said, job, kind, why, extra=job._log_fields())
         return outcomes.unencodable(kind)
 
 
@@ -117,11 +118,11 @@ def _raised(job: JobContext, policy: FailurePolicy | None, error: BaseException)
             # A claim that was believed lost may be valid still: then the job runs again.
             return outcomes.released(job.id, job.claim)
         if job._abort_reason is not None:
-            log.info("%r was told to abort: %s", job, job._abort_reason)
+            log.info("%r was told to abort: %s", job, job._abort_reason, extra=job._log_fields())
             cause = JobAborted(job._abort_reason).with_traceback(error.__traceback__)
             return outcomes.aborted(job.id, job.claim, cause)
         if isinstance(error, JobAborted):
-            log.info("%r gave up: %s", job, error)
+            log.info("%r gave up: %s", job, error, extra=job._log_fields())
             return outcomes.aborted(job.id, job.claim, error)
     return failed(job, policy, error)
 

@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextvars
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -268,7 +269,8 @@ class Executor:
         elif not self._let_start(claim):
             return
         job = claim.job
-        log.debug("%r starts", job)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%r starts", job, extra=job._log_fields())
         self._add_running(claim)
         if claim.slots is not None:
             claim.slots.started()
@@ -281,7 +283,8 @@ class Executor:
         claim.runner = self._runner_of(claim)
         if claim.batch is not None:
             for other in claim.batch.claims[1:]:
-                log.debug("%r starts", other.job)
+                if log.isEnabledFor(logging.DEBUG):
+                    log.debug("%r starts", other.job, extra=other.job._log_fields())
                 self._add_running(other)
                 other.started_at = claim.started_at
                 other.task, other.runner = claim.task, claim.runner
@@ -305,7 +308,8 @@ class Executor:
             self.end(claim, outcome_of(job, None, JobAborted(job._abort_reason)))
             return False
         if self._is_past_timeout(claim):
-            log.warning("%r was claimed too long ago, and is given back", claim)
+            said = "%r was claimed too long ago, and is given back"
+            log.warning(said, claim, extra=job._log_fields())
             self._give_back_unstarted([claim])
             return False
         if job.id in self._running_jobs:
@@ -319,7 +323,8 @@ class Executor:
 
     def _give_back_beside(self, claim: Claim) -> None:
         if claim in self._beside:
-            log.warning("%r is given back: an earlier run of it does not end here", claim)
+            said = "%r is given back: an earlier run of it does not end here"
+            log.warning(said, claim, extra=claim.job._log_fields())
             self._beside.discard(claim)
             self._give_back_unstarted([claim])
 
@@ -371,7 +376,7 @@ class Executor:
 
     def give_back_unbegun(self, claim: Claim) -> None:
         """Release a started claim, or its batch, whose handler has not begun."""
-        log.info("%r has not begun, and is given back", claim)
+        log.info("%r has not begun, and is given back", claim, extra=claim.job._log_fields())
         self._give_back_unstarted(each for each in claim.members if not each.is_released)
         for each in claim.members:
             self._forget_handler(each)
@@ -384,7 +389,8 @@ class Executor:
         if claim.is_released:
             return
         job = claim.job
-        log.debug("%r has ended", job)
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%r has ended", job, extra=job._log_fields())
         claim.duration = clock() - claim.started_at
         if claim.slots is not None and claim in self.running and claim is claim.members[0]:
             claim.slots.prefetch.ended(claim.duration / len(claim.members))

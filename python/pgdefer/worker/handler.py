@@ -113,7 +113,9 @@ def _settled(
         and suspension(error, job.steps) is None
         and not was_told_to_end(job, error)
     ):
-        log.error("%r raised after its end was stored", job, exc_info=error)
+        log.error(
+            "%r raised after its end was stored", job, exc_info=error, extra=job._log_fields()
+        )
     return settled
 
 
@@ -135,7 +137,8 @@ def run_function(job: JobContext, pool: SyncPool) -> str | outcomes.Settled:
         return outcome_of(job, RETRY_POLICY_ONLY, error)
     state, outcome, said = ended
     if outcome == "released":
-        log.warning("%r has a task that this worker does not know; the job is %s", job, state)
+        said = "%r has a task that this worker does not know; the job is %s"
+        log.warning(said, job, state, extra=job._log_fields())
     return outcomes.Settled(outcome, state, said or "")
 
 

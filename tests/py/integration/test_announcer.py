@@ -546,3 +546,25 @@ def test_a_hook_that_fails_when_it_is_cancelled_stops_no_end(
     stopped_in_hooks(app, begun)
     assert ends == ["last"]
     assert [str(r.exc_info[1]) for r in caplog.records if r.exc_info] == ["cut short"]
+
+
+async def test_records_about_a_job_have_its_fields(
+    app: App, caplog: pytest.LogCaptureFixture
+) -> None:
+    @app.task(name="known")
+    def known() -> None: ...
+
+    caplog.set_level(logging.DEBUG)
+    jobs = {known.defer().id: "known", app.defer("unknown").id: "unknown"}
+    async with running(app):
+        await until(lambda: "does not know" in caplog.text and "has ended" in caplog.text)
+    found = {
+        (said, record.__dict__["id"], record.__dict__["task"], record.__dict__["queue"])
+        for record in caplog.records
+        for said in ("starts", "has ended", "does not know")
+        if said in record.getMessage() and record.getMessage().startswith("<job")
+    }
+    expected = {(said, id, task, "default") for id, task in jobs.items() for said in ("starts",)}
+    unknown = next(id for id, task in jobs.items() if task == "unknown")
+    assert found >= expected | {("does not know", unknown, "unknown", "default")}
+    assert any(said == "has ended" for said, *_ in found)
