@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -450,8 +451,17 @@ def _find(where: str) -> App:
             fail(Exit.NO_APP, f"{where} has {len(apps)} Apps: name one, as {where}:name")
         return apps[0]
     if not isinstance(found, App):
-        fail(Exit.NO_APP, f"{where} is not an App")
+        fail(Exit.NO_APP, _no_app(where, module, attribute, found))
     return found
+
+
+def _no_app(where: str, module: ModuleType, attribute: str, found: object) -> str:
+    """Say what is wrong with the name of an App, and which Apps there are."""
+    said = f"{where} is not an App"
+    if found is None:
+        said = f"{module.__name__} has no {attribute}"
+    names = [name for name, value in vars(module).items() if isinstance(value, App)]
+    return f"{said}; its App is {module.__name__}:{names[0]}" if len(names) == 1 else said
 
 
 def _moved(app: App, dsn: str | None, listen_dsn: str | None, *, pgbouncer: bool) -> App:

@@ -301,6 +301,7 @@ def test_a_signal_while_a_worker_reports_its_end(
         (["worker"], Exit.USAGE, "Missing option"),
         (["worker", "-A", "no_such_module:app"], Exit.NO_APP, "No module named"),
         (["worker", "-A", "json:dumps"], Exit.NO_APP, "json:dumps is not an App"),
+        (["worker", "-A", "json:dmps"], Exit.NO_APP, "json has no dmps"),
         (["worker", "-A", "json"], Exit.NO_APP, "json has 0 Apps"),
         (["worker", "-A", "json", "--shutdown-timeout", "-1"], Exit.USAGE, "'--shutdown-timeout'"),
         (["worker", "-A", "json", "--heartbeat-every", "-1"], Exit.USAGE, "'--heartbeat-every'"),
@@ -321,6 +322,15 @@ def test_what_went_wrong_is_in_the_exit_code(
     assert done.returncode == code
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_only_app_of_a_module_is_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mod.py").write_text(MODULE.format(dsn=NOWHERE))
+    done = run("worker", "-A", "mod:ap", "--drain")
+    assert (done.returncode, done.stderr) == (
+        Exit.NO_APP,
+        "pgdefer: mod has no ap; its App is mod:app\n",
+    )
 
 
 @pytest.mark.parametrize("names", ["", "a,", ",a"])
