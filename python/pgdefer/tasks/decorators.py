@@ -159,7 +159,7 @@ class RecurringDecorator:
         """Record the schedule of a task."""
         bound = task.parameters.bind_run(self._args)
         check_cron(what, self._cron)
-        check_options(what, self._options, RecurringOptions)
+        check_options(what, self._options, RecurringOptions, besides=("args", "name", "timezone"))
         schedule = Schedule(
             name=self._name or task.name,
             cron=self._cron,

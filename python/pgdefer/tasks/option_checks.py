@@ -48,16 +48,22 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def check_options(what: str, options: Mapping[str, Any], *kinds: type) -> None:
-    """Raise TypeError or ValueError for options that these TypedDicts lack, or that are invalid."""
+def check_options(
+    what: str, options: Mapping[str, Any], *kinds: type, besides: Collection[str] = ()
+) -> None:
+    """Raise TypeError or ValueError for options that these TypedDicts lack, or that are invalid.
+
+    `besides` are the other arguments of the call, which may be meant by a misspelt option.
+    """
     hints: dict[str, Any] = {}
     for kind in kinds:
         hints |= _hints(kind)
     for name, value in options.items():
         if name not in hints:
-            near = _OF_OTHERS.get(name) or "".join(difflib.get_close_matches(name, hints, 1))
+            known = {*hints, *besides}
+            near = _OF_OTHERS.get(name) or "".join(difflib.get_close_matches(name, known, 1))
             meant = (
-                f"did you mean {near}?" if near in hints else "it takes " + ", ".join(sorted(hints))
+                f"did you mean {near}?" if near in known else "it takes " + ", ".join(sorted(known))
             )
             raise TypeError(f"{what} takes no option {name}: {meant}")
         _check_value(what, name, value, hints[name])

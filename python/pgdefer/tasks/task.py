@@ -64,7 +64,7 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
         self, client: Client, function: Callable[..., Any], name: str, options: Mapping[str, Any]
     ) -> None:
         what = f"the task {name!r}"
-        check_options(what, options, AllTaskOptions, _OfOneTask)
+        check_options(what, options, AllTaskOptions, _OfOneTask, besides=("name",))
         self.function = function
         #: Former names: jobs deferred under these are run too.
         self.aliases = tuple(as_list("aliases", options.get("aliases", ())))

@@ -47,6 +47,7 @@ def at_import(**options: Any) -> Callable[[App], object]:
 
 AT_IMPORT: dict[str, tuple[Callable[[App], object], str]] = {
     "a typo": (at_import(qeue="mail"), "did you mean queue?"),
+    "a typo in name": (at_import(nme="mail"), "did you mean name?"),
     "an option of jobs": (at_import(needs=[1]), "takes no option needs"),
     "a number as queue": (at_import(queue=5), "queue must be text"),
     "a text as priority": (at_import(priority="high"), "priority must be an int"),
