@@ -215,6 +215,12 @@ class Session:
         """Run the statements in the block in one transaction."""
         return self._connection.transaction()
 
+    @contextlib.contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Run the statements in the block, and roll them back."""
+        with self._connection.transaction(force_rollback=True):
+            yield
+
     def execute(self, statement: Statement) -> None:
         """Run a statement that returns no rows."""
         self._connection.execute(statement.psycopg)

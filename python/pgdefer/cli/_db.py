@@ -139,7 +139,10 @@ def prune(
     dry_run: DryRun = False,
 ) -> None:
     """Remove finished jobs past their retention; with --state, jobs in that state."""
-    if state is not None:
+    if state is not None and not (yes or dry_run):
+        # A wrong state or interval is refused before the question.
+        with session(dsn) as on, on.rehearsal():
+            on.call(sql.PRUNE, {"max_jobs": 1, "state": state, "older_than": older_than})
         confirm(f"Remove {_show.escaped(state)} jobs for good?", yes=yes, dry_run=dry_run)
     jobs = 0
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:

@@ -799,7 +799,7 @@ def test_dry_runs(run: Run, conn: PsycopgConnection, zoo: dict[str, int]) -> Non
         "job cancel 1",
         "queue delete default",
         "schedule rm nightly",
-        "db prune -s ready",
+        "db prune -s failed",
         "pg restore",
     ],
 )
@@ -1064,6 +1064,14 @@ def test_upkeep(
     assert run("db", "prune", "-s", "succeeded").code == Exit.USAGE, "nobody to ask"
     assert run("db", "prune", "-s", "succeeded", "--dry-run").out == "1 job removed\n"
     assert run("db", "prune", "-s", "nonsense", "--yes").code == Exit.USAGE
+    for words, said in (
+        (["-s", "faild"], "state: faild"),
+        (["-s", "failed", "--older-than", "3 dayz"], "--older-than"),
+    ):
+        done = run("db", "prune", *words)
+        assert done.code == Exit.USAGE
+        assert said in done.err, "refused before the question"
+        assert "for good?" not in done.err
     assert len(jobs()) == 1
     assert run("db", "prune", "-s", "succeeded", "--yes", "--json").json == {"jobs": 1}
     monkeypatch.setattr("pgdefer.cli._db.PRUNED_AT_ONCE", 2)
