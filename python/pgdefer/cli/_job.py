@@ -41,9 +41,21 @@ from ._base import (
 
 jobs = typer.Typer(help="Jobs.", no_args_is_help=True)
 
-Id = Annotated[int, typer.Argument(metavar="ID", help="The job's id.", show_default=False)]
+
+def _id(text: str) -> int:
+    """Read a job's id."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r}: an id is a whole number") from None
+
+
+Id = Annotated[
+    int, typer.Argument(metavar="ID", help="The job's id.", show_default=False, parser=_id)
+]
 Ids = Annotated[
-    list[int], typer.Argument(metavar="ID...", help="The jobs' ids.", show_default=False)
+    list[int],
+    typer.Argument(metavar="ID...", help="The jobs' ids.", show_default=False, parser=_id),
 ]
 Queue = Annotated[
     str | None,
@@ -437,7 +449,7 @@ def copy(
 
 @jobs.command("retry")
 def retry(
-    ids: Annotated[list[int] | None, typer.Argument(metavar="[ID]...")] = None,
+    ids: Annotated[list[int] | None, typer.Argument(metavar="[ID]...", parser=_id)] = None,
     failed: Annotated[
         bool, typer.Option("--failed", help="All failed jobs, or those of -q and -t.")
     ] = False,

@@ -706,6 +706,10 @@ def test_one_job(run: Run, jobs: Jobs, claim: Claim) -> None:
     assert run("job", "unhold", id).code == Exit.WRONG_STATE
     assert run("job", "reschedule", id, "--at", "2999-01-01").out == f"{id}: scheduled\n"
     assert run("job", "reschedule", id, "--json").json == {"state": "ready"}
+    for words in (("hold", "1x"), ("cancel", id, "1x", "-y"), ("retry", "1x")):
+        done = run("job", *words)
+        assert done.code == Exit.USAGE
+        assert "'1x': an id is a whole number" in done.err
     assert run("job", "priority", "-5", id).out == f"{id}: ready\n"
     assert jobs()[0]["priority"] == -5
     assert run("job", "priority", 5, id, 99).code == Exit.PARTLY
