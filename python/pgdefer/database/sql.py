@@ -411,7 +411,8 @@ LIST_WORKERS = Statement("""
 
 LIST_SCHEDULES = Statement("""
     select name, cron, timezone, task, cast(args as text) as args, enabled, next_run_at,
-      last_run_at, last_job_id, reason
+      last_run_at, last_job_id, reason, cast(options as text) as options, catch_up, max_delay,
+      overlap, source, created_at, changed_at
     from queue.schedules order by name
 """)
 

@@ -200,6 +200,13 @@ class ScheduleInfo:
     last_run_at: dt.datetime | None
     last_job_id: int | None
     reason: str | None
+    options: Mapping[str, Any]
+    catch_up: str
+    max_delay: dt.timedelta | None
+    overlap: str
+    source: str | None
+    created_at: dt.datetime
+    changed_at: dt.datetime
 
 
 @dataclasses.dataclass(frozen=True)

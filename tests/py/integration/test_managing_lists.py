@@ -143,6 +143,8 @@ async def test_schedules_outside_of_the_code(app: App) -> None:
         {"customer": 5},
         next_run,
     )
+    assert (found.overlap, found.source, found.options) == ("allow", None, {})
+    assert found.created_at <= found.changed_at
     job = await app.run_now_async("customer 5")
     assert job.state() == "ready"
     assert await app.unschedule_async("customer 5")
