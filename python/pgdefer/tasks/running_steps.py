@@ -1,4 +1,7 @@
-"""Which steps of a run have begun and not ended, so that none goes on beside the job's next run."""
+"""Which steps of a run have begun and not ended, so that none goes on beside the job's next run.
+
+Tests: integration/test_durable_beside.py.
+"""
 
 from __future__ import annotations
 
