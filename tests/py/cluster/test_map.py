@@ -276,9 +276,11 @@ def test_limits_are_divided(cluster: Cluster, dsns: dict[str, str]) -> None:
 
 def test_a_second_map_is_refused_and_a_copy_learns(cluster: Cluster, dsns: dict[str, str]) -> None:
     Cluster.create(cluster.app, dsns).close()  # the same map
-    for other in ({"a": dsns["a"], "b": dsns["b"]}, {**dsns, "b": dsns["a"]}):
-        with pytest.raises(InvalidParameter, match="has a map"):
-            Cluster.create(cluster.app, other)
+    other = {"a": dsns["a"], "b": dsns["b"]}, "has a map"
+    twice = {**dsns, "b": dsns["a"]}, "that of a shard before it"
+    for shards, said in (other, twice):
+        with pytest.raises(InvalidParameter, match=said):
+            Cluster.create(cluster.app, shards)
     cluster.refresh()
     known = {"shards": cluster.map.shards, "slots": [("b", 7), *cluster.map.slots[1:]]}
     learn = "select queue.shard_learn(%s)"
