@@ -29,7 +29,8 @@ begin
     from queue.job_now j
     where j.queueing_lock is not null and j.claims = 0
       and not exists (select from queue.finished f where f.id = j.id)
-      and not exists (select from queue.active_job aj where aj.id = j.id and aj.claim is not null)
+      and (j.flags & {{until_finish}} <> 0
+        or not exists (select from queue.active_job aj where aj.id = j.id and aj.claim is not null))
       and not exists (select from queue.pending_settlement h where h.job_id = j.id)
       and not exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id);
   return query

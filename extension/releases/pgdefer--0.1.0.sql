@@ -4390,17 +4390,19 @@ begin
       where k.key = j.queueing_lock) = j.id);
 end $$;
 
--- Releases the keys of jobs. It looks for a key and its job, because a replacement may have changed the row
--- meanwhile.
+-- Releases the keys of those jobs that have p_flag. It looks for a key and its job, because another of the
+-- jobs may hold the key: one without p_flag.
 -- Locks: rows of queue.queueing_lock.
 create or replace function queue._drop_queueing_locks(p_ids bigint[], p_flag integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids constant bigint[] := array(
+    select j.id from queue.job j
+    where j.id = any (p_ids) and j.flags & p_flag <> 0 and j.queueing_lock is not null);
 begin
   delete from queue.queueing_lock k
-  where k.key = any (array(select j.queueing_lock from queue.job j
-                           where j.id = any (p_ids) and j.flags & p_flag <> 0
-                             and j.queueing_lock is not null))
-    and k.job_id = any (p_ids);
+  where k.key = any (array(select j.queueing_lock from queue.job j where j.id = any (v_ids)))
+    and k.job_id = any (v_ids);
 end $$;
 
 -- Writes new versions of the keys of jobs that are being claimed. So a replacement in REPEATABLE READ whose
@@ -20426,7 +20428,8 @@ begin
     from queue.job_now j
     where j.queueing_lock is not null and j.claims = 0
       and not exists (select from queue.finished f where f.id = j.id)
-      and not exists (select from queue.active_job aj where aj.id = j.id and aj.claim is not null)
+      and (j.flags & 8192/* until_finish */ <> 0
+        or not exists (select from queue.active_job aj where aj.id = j.id and aj.claim is not null))
       and not exists (select from queue.pending_settlement h where h.job_id = j.id)
       and not exists (select from queue.queueing_lock k where k.key = j.queueing_lock and k.job_id = j.id);
   return query

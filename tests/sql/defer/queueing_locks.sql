@@ -1,6 +1,6 @@
 -- Queueing locks: at most one job that has not started, or not finished, per key.
 
-select plan(35);
+select plan(38);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
@@ -71,6 +71,21 @@ begin;
 select is(queue.defer('t', queueing_lock => 'F', options => '{"on_conflict": "ignore"}'), (select max(j.id) from queue.jobs j), 'ignore poisons nothing');
 select lives_ok($$select queue.defer('t')$$, 'so that the transaction continues');
 rollback;
+
+-- One claim starts a job that has given the key up and one that keeps it until it finishes.
+create function pg_temp.defer_until(until text) returns bigint language sql as $$
+  select queue.defer('t', queue => 'both', queueing_lock => 'both', options => jsonb_build_object('unique_until', until, 'retry', '{"max_attempts": 5}'::jsonb)) $$;
+select pg_temp.defer_until('start') as until_start \gset
+select f.claim as claim from queue.fetch(:worker, '{both}') f \gset
+select queue.fail(:until_start, :claim, 'x') \g /dev/null
+select pg_temp.defer_until('finish') as until_finish \gset
+select set_eq(format($$select f.id from queue.fetch(%s, '{both}', 2) f$$, :worker), array[:until_start, :until_finish]::bigint[], 'two jobs of a key start together');
+select is(pg_temp.refusal($$select pg_temp.defer_until('finish')$$), format('QJ004 id: %s, queueing_lock: both', :until_finish), 'the key stays with the one until its finish');
+begin;
+delete from queue.queueing_lock k where k.key = 'both';
+select is((select c.problem from queue.check() c), 'a job without its queueing lock', 'check would see it');
+rollback;
+select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running' \g /dev/null
 
 -- A template
 select queue.register_task('tt', '{"queueing_lock": "user:{id}"}');
