@@ -99,12 +99,14 @@ begin
           order by s.tick desc limit 1) s)
       select c.id
       from named c
+      join queue.lane l on l.lane = c.lane
       left join room r on r.key = c.key
       where (least(c.weight, r.slots) <= r.free) is not false
         and (least(c.weight, r.rate_limit) <= r.rate_room) is not false
         and (p_before is null or queue._deadline_of(c.id, c.deadline) < p_before)
         and (p_tasks is null or exists (select from queue.job j where j.id = c.id and j.task = any (p_tasks)))
-      order by array_position(p_lanes, c.lane), c.deadline, c.id limit p_n);
+      order by min(array_position(p_lanes, c.lane)) over (partition by l.queue, l.priority), c.deadline, c.id
+      limit p_n);
   end if;
   return array(
     select w.id

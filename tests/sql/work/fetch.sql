@@ -1,6 +1,6 @@
 -- Fetching: order, patterns, options, refusals, and plans on a large, skewed table.
 
-select plan(100);
+select plan(101);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -109,6 +109,8 @@ select is(concat_ws(' ', pg_temp.run(2), pg_temp.run(1), pg_temp.run(1)), '1 2 3
 
 select queue.defer('1'), queue.defer('2', concurrency_key => 'k', concurrency_limit => 9), queue.defer('3'), queue.defer('4', concurrency_key => 'k', concurrency_limit => 9) \g /dev/null
 select is(pg_temp.run(options => '{"order": "mixed"}'), '1 2 3 4', 'and with options');
+select queue.defer('1'), queue.defer('2', concurrency_key => 'k', concurrency_limit => 9), queue.defer('3'), queue.defer('4', concurrency_key => 'k', concurrency_limit => 9) \g /dev/null
+select is(concat_ws(' ', pg_temp.run(3, null, o), pg_temp.run(3, null, o)), '1 2 3 4', 'and with ids') from (select jsonb_build_object('ids', jsonb_agg(j.id order by j.id desc)) from queue.jobs j where j.state = 'ready') s (o);
 
 -- Between queues of equal priority the one whose first job is oldest comes first.
 select queue.defer('y2', queue => 'y'), queue.defer('z1', queue => 'z'), queue.defer('y1', queue => 'y', deadline => '2030-01-01Z', lock => 'm', options => '{"lock_mode": "mutex"}') \g /dev/null
