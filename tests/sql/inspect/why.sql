@@ -1,6 +1,6 @@
 -- check finds planted errors; why tells what a job waits for; peek shows the next jobs.
 
-select plan(110);
+select plan(112);
 
 set pgdefer.notify = off;
 
@@ -251,6 +251,16 @@ select queue.defer('waits', queue => 'full'), queue.defer('stopped', queue => 'n
 select is((select string_agg(p.task, ', ') from queue.peek(array['full', 'new']) p), 'starts', 'new jobs of full queues and paused tasks are not shown');
 select queue.tick() \g /dev/null
 select is((select string_agg(p.task, ', ') from queue.peek(array['full', 'new']) p), 'starts', 'nor when they are admitted');
+-- of each queue both admitted and new jobs
+select queue.defer('a1', queue => 'mixed-a') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.defer('b1', queue => 'mixed-b') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.defer('b2', queue => 'mixed-b', deadline => '2999-01-01Z'), queue.defer('a2', queue => 'mixed-a'), queue.defer('a3', queue => 'mixed-a') \g /dev/null
+select string_agg(p.task, ' ') as peeked from queue.peek('{mixed*}', 3) p \gset
+select is(:'peeked'::text, 'a1 a2 a3', 'admitted and new jobs of a queue are in one order');
+select is((select string_agg(f.task, ' ' order by f.n) from queue.fetch(:worker, '{mixed*}', 3) with ordinality
+           f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n)), :'peeked'::text, 'as fetch gives them');
 select is(test.refusal('select queue.peek(n => 0)'), '22023', 'n is at least 1');
 select is(test.refusal('select queue.peek(n => null)'), '22023', 'and not NULL');
 
