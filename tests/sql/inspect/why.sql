@@ -1,6 +1,6 @@
 -- check finds planted errors; why tells what a job waits for; peek shows the next jobs.
 
-select plan(112);
+select plan(114);
 
 set pgdefer.notify = off;
 
@@ -251,6 +251,11 @@ select queue.defer('waits', queue => 'full'), queue.defer('stopped', queue => 'n
 select is((select string_agg(p.task, ', ') from queue.peek(array['full', 'new']) p), 'starts', 'new jobs of full queues and paused tasks are not shown');
 select queue.tick() \g /dev/null
 select is((select string_agg(p.task, ', ') from queue.peek(array['full', 'new']) p), 'starts', 'nor when they are admitted');
+select queue.configure_queue('full', '{"max_running": 3}');
+select queue.defer('waits', queue => 'full') from generate_series(1, 3) \g /dev/null
+select is((select string_agg(p.task, ', ') from queue.peek(array['full', 'new']) p), 'waits, waits, starts', 'of a queue with a limit as many as may start, new ones too');
+select queue.tick() \g /dev/null
+select is((select string_agg(p.task, ', ') from queue.peek(array['full', 'new']) p), 'waits, waits, starts', 'and when they are admitted');
 -- of each queue both admitted and new jobs
 select queue.defer('a1', queue => 'mixed-a') \g /dev/null
 select queue.tick() \g /dev/null
