@@ -1329,7 +1329,7 @@ comment on view queue.audit is
 
 -- tables/inspect/views.sql
 -- Views call no function of the extension, so that it can be dropped without them. So they repeat rules that
--- functions have: _matches, _paused_until, _virtual_time and _tag_step.
+-- functions have: _matches, _paused_until, _task_paused_until, _virtual_time and _tag_step.
 --
 -- PostgreSQL would write through a view of one table, to that table: for its owner, and so for an ORM.
 -- Through a view with the join named read_only, nobody writes. That is one row without columns, which the
@@ -1402,6 +1402,22 @@ select j.id, j.task, j.queue,
       and not (j.claims > 0 and exists (select from queue.pending_settlement h
         where h.job_id = j.id and h.kind = 'again')) then 'lock'
     when w.id is null and aj.id is null and j.is_suspended then 'signal'
+    -- not admitted, and ready as above
+    when w.id is null and aj.id is null
+      and (j.flags & 32/* held */ = 0 and j.needs is null or j.is_overridden)
+      and coalesce(coalesce(r.scheduled_at, j.scheduled_at) <= statement_timestamp(), true)
+      and not (j.claims > 0 and exists (select from queue.pending_settlement h
+        where h.job_id = j.id and h.kind = 'again'
+          and h.payload ->> 'state' in ('waiting', 'upstream_failed')))
+      and ((select p.is_paused and coalesce(p.until > statement_timestamp(), true) from queue.pause p
+          where p.task is null and (p.queue is null or p.queue = j.queue
+            or right(p.queue, 1) = '*' and starts_with(j.queue, left(p.queue, -1)))
+          order by p.no desc limit 1)
+        or (select p.is_paused and coalesce(p.until > statement_timestamp(), true) from queue.pause p
+          where (p.task = j.task or p.task is null and not p.is_paused)
+            and (p.queue is null or p.queue = j.queue
+              or right(p.queue, 1) = '*' and starts_with(j.queue, left(p.queue, -1)))
+          order by p.no desc limit 1)) then 'paused'
   end as reason,
   case when (select h.paths from queue.hidden_paths h) ? j.task
     then (select c.args

@@ -1,6 +1,6 @@
 -- Pausing with patterns, times and tasks.
 
-select plan(37);
+select plan(39);
 
 \ir queues.helpers.psql
 
@@ -38,6 +38,17 @@ select is((select string_agg(concat_ws(' ', t.name, t.defaults, t.paused_in), ',
 select is(queue.resume(task => 'x'), 2, 'resumed');
 select is((select t.paused_in from queue.tasks t where t.name = 'x'), null, 'and queue.tasks forgets it');
 select is(pg_temp.run(), 'x x', 'they go');
+
+-- New jobs say so before they are admitted.
+select queue.pause('new*'), queue.resume('new.open'), queue.pause(task => 'x', queue => 'new.open'), queue.pause('new.past', '2000-01-01Z') \g /dev/null
+select queue.defer('a', queue => 'new'), queue.defer('b', queue => 'new.open'), queue.defer('x', queue => 'new.open'), queue.defer('c', queue => 'new.past'), queue.defer('x', queue => 'other'),
+  queue.defer('d', queue => 'new', options => '{"delay": "1 day"}'), queue.defer('e', queue => 'new', options => '{"held": true}'), queue.defer('f', queue => 'new', needs => array[currval('queue.job_id_seq')]) \g /dev/null
+create view pg_temp.told as select string_agg(concat_ws(' ', j.task, j.state, j.reason), ', ' order by j.id) as told from queue.jobs j where j.finished_at is null;
+select is(told, 'a ready paused, b ready, x ready paused, c ready, x ready, d scheduled, e held, f waiting', 'new jobs of a paused queue or task say so') from pg_temp.told;
+select queue.tick() \g /dev/null
+select is(told, 'a ready paused, b ready, x ready paused, c ready, x ready, d scheduled, e held, f upstream_failed', 'as when they are admitted') from pg_temp.told;
+select queue.delete(array_agg(j.id)) from queue.jobs j where j.finished_at is null \g /dev/null
+select queue.resume() \g /dev/null
 
 -- Jobs that have passed the gate of paused tasks, and wait for a turn or a slot, do not start either.
 select queue.defer('x', lock => 'L'), queue.defer('x', concurrency_key => 'K', concurrency_limit => 1) \g /dev/null
