@@ -5870,8 +5870,8 @@ create or replace function queue._plan_runs(
 language plpgsql stable parallel safe security invoker as $$
 declare
   -- with catch_up none a run still counts as in time if a busy worker may not have reached it
-  v_limit constant timestamptz := p_now - coalesce(p_max_delay,
-    case when p_catch_up = 'none' then interval '15 s' end);
+  v_grace constant interval := case when p_catch_up = 'none' then interval '15 s' end;
+  v_limit constant timestamptz := p_now - least(p_max_delay, v_grace);
   v_run_at timestamptz := p_first;
   v_end timestamptz;
 begin
@@ -5888,15 +5888,16 @@ begin
     return;
   end if;
   -- runs before v_run_at are skipped
-  if p_catch_up <> 'all' and next_run_at <= p_now then
+  if p_catch_up = 'latest' and next_run_at <= p_now then
     skipped := 'missed';
     v_run_at := queue._last_run(p_parsed, p_timezone, next_run_at, p_now);
     next_run_at := queue._cron_next(p_parsed, p_timezone, v_run_at);
   end if;
   if v_run_at < v_limit then
-    skipped := case when p_max_delay is null then 'missed' else 'max_delay' end;
-    v_run_at := case when p_catch_up = 'all' then queue._cron_next(p_parsed, p_timezone,
-      v_limit - interval '1 us') else next_run_at end;
+    skipped := case when coalesce(p_max_delay >= v_grace, p_max_delay is null) then 'missed'
+      else 'max_delay' end;
+    v_run_at := case when p_catch_up = 'latest' then next_run_at else queue._cron_next(p_parsed, p_timezone,
+      v_limit - interval '1 us') end;
   end if;
   v_end := coalesce(v_run_at, 'infinity');
   v_run_at := p_first;

@@ -1,6 +1,6 @@
 -- Which runs of a schedule are due after an outage, and scheduled_for.
 
-select plan(35);
+select plan(39);
 
 \ir schedules.helpers.psql
 
@@ -20,11 +20,11 @@ select pg_temp.outage(name) from queue.schedules where name <> 'plain' \g /dev/n
 select queue.tick() \g /dev/null
 select queue.tick() \g /dev/null
 select is(pg_temp.jobs(task), jobs, format('jobs after 3 hours: %s', task))
-from (values ('none', null), ('latest', 'ready 0'), ('all', 'ready 2, ready 1, ready 0'), ('late', null), ('in time', 'ready 0'),
+from (values ('none', null), ('latest', 'ready 0'), ('all', 'ready 2, ready 1, ready 0'), ('late', null), ('in time', null),
   ('all but', 'ready 1, ready 0'), ('all late', null)) v (task, jobs);
 select is(pg_temp.history(name), history, format('history after 3 hours: %s', name))
 from (values ('none', '2 missed, 1 missed, 0 missed'), ('latest', '2 missed, 1 missed, 0 job'), ('all', '2 job, 1 job, 0 job'),
-  ('late', '2 max_delay, 1 max_delay, 0 max_delay'), ('in time', '2 missed, 1 missed, 0 job'),
+  ('late', '2 max_delay, 1 max_delay, 0 max_delay'), ('in time', '2 missed, 1 missed, 0 missed'),
   ('all but', '2 max_delay, 1 job, 0 job'), ('all late', '2 max_delay, 1 max_delay, 0 max_delay')) v (name, history);
 select is((select array_agg(distinct s.next_run_at) from queue.schedules s), array[last_run + interval '1 hour'], 'all of them run next at the same time') from clock;
 select is((select array_agg(distinct s.last_run_at) from queue.schedules s where s.name <> 'plain'), array[last_run], 'and have dealt with the same run') from clock;
@@ -51,6 +51,15 @@ select cmp_ok((select due_at from queue.schedule where name = 'minutes'), '>', n
 select queue.tick() \g /dev/null
 select is((select count(*) from queue.jobs where task = 'm') between 300 and 302, true, 'until all are deferred');
 select queue.unschedule('minutes') \g /dev/null
+
+-- catch_up none skips only what is more than 15 s late, or later than max_delay.
+create function pg_temp.planned(max_delay interval, late interval) returns text language sql as $$
+  select concat_ws(' ', cardinality(r.skips), r.skipped, cardinality(r.runs))
+  from queue._plan_runs(queue._cron_parse('every 1 second'), 'UTC', '2026-01-01Z', '2026-01-01Z'::timestamptz + late, 'none', max_delay) r $$;
+select is(pg_temp.planned(null, '5.3 s'), '0 6', 'none runs all that are a little late');
+select is(pg_temp.planned(null, '18.3 s'), '4 missed 15', 'and skips those before');
+select is(pg_temp.planned('1 hour', '18.3 s'), '4 missed 15', 'a longer max_delay changes nothing');
+select is(pg_temp.planned('2 s', '5.3 s'), '4 max_delay 2', 'a shorter one does');
 
 -- The last run before a time, compared with the runs one by one
 select is(queue._last_run(queue._cron_parse(cron), zone, f.runs[1], f.runs[60] + tail), f.runs[60], format('last run of %s in %s', cron, zone))
