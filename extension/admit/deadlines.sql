@@ -2,15 +2,15 @@
 
 -- Passes deadlines on to the unfinished needs of jobs, recursively, only ever to make them earlier. Stops at
 -- jobs whose deadline is already earlier, because they have passed it on. What takes longer than 50 ms is
--- left to the next admission.
+-- left to the next admission. p_takes: first these jobs take the earliest deadline of those that need them.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. If another transaction
 -- has locked a row, it may hold queue.job_override for long: such jobs are returned for a recheck.
 -- Why no wake-up is lost: keys whose waiting jobs have another order now, in which a lighter one may come
 -- first, are handed over to the next admission.
-create or replace function queue._propagate_deadline(p_ids bigint[])
+create or replace function queue._propagate_deadline(p_ids bigint[], p_takes boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_earlier record := queue._earlier_deadlines(p_ids);
+  v_earlier record := queue._earlier_deadlines(p_ids, p_takes);
   v_ids constant bigint[] := v_earlier.ids;
   v_deadlines constant timestamptz[] := v_earlier.deadlines;
   v_locked bigint[];
@@ -68,10 +68,23 @@ begin
   end if;
 end $$;
 
+-- The earliest deadline of the unfinished jobs that need a job; NULL without one.
+create or replace function queue._deadline_of_dependents(p_id bigint)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select min(j.deadline)
+    from (select d.job_id from queue.need d where d.need_id = p_id offset 0) d
+    cross join lateral (select j.deadline from queue.job_now j where j.id = d.job_id offset 0) j
+    left join lateral (select f.id from queue.finished f where f.id = d.job_id offset 0) f on true
+    where f.id is null);
+end $$;
+
 -- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline by that. It goes from
 -- all jobs to all their needs at once, so that a job passes on only the earliest of many deadlines, and again
--- only an earlier one. late: those that it has come to after 20 rounds and 50 ms.
-create or replace function queue._earlier_deadlines(p_ids bigint[], out ids bigint[],
+-- only an earlier one. late: those that it has come to after 20 rounds and 50 ms. p_takes: as for
+-- _propagate_deadline.
+create or replace function queue._earlier_deadlines(p_ids bigint[], p_takes boolean, out ids bigint[],
   out deadlines timestamptz[], out late bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -81,11 +94,19 @@ declare
   v_found bigint[];
   v_found_deadlines timestamptz[];
 begin
-  select array_agg(u.id) as ids, array_agg(j.deadline) as deadlines into v_next
+  select array_agg(u.id) as ids, array_agg(x.deadline) as deadlines into v_next
   from unnest(p_ids) u (id)
   cross join lateral (select j.deadline from queue.job_now j where j.id = u.id offset 0) j
   left join lateral (select f.id from queue.finished f where f.id = u.id offset 0) f on true
-  where j.deadline < 'infinity' and f.id is null;
+  cross join lateral (
+    select least(j.deadline, case when p_takes then queue._deadline_of_dependents(u.id) end) as deadline) x
+  where x.deadline < 'infinity' and f.id is null;
+  if p_takes then
+    select array_agg(u.id), array_agg(u.deadline) into v_found, v_found_deadlines
+    from unnest(v_next.ids, v_next.deadlines) u (id, deadline)
+    cross join lateral (select j.deadline from queue.job_now j where j.id = u.id offset 0) j
+    where u.deadline < coalesce(j.deadline, 'infinity');
+  end if;
   while v_next.ids is not null loop
     select array_agg(x.id) as ids, array_agg(x.deadline) as deadlines into v_next
     from (

@@ -230,7 +230,7 @@ begin
 end $$;
 
 -- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates; jobs that
--- need them and have passed that gate go back to wait, and all pass their deadlines on. p_at, p_change: as in
+-- need them and have passed that gate go back to wait, and pass their deadlines on. p_at, p_change: as in
 -- _take_back; they are in no lock yet, so the changes come first.
 -- Locks: the caller holds the admission lock and the rows of queue.finished; rows of queue.active_job by skip
 -- locked.
@@ -262,7 +262,7 @@ begin
   select j.id, (j.options ->> 'expires_at')::timestamptz from queue.job j
   where j.id = any (p_ids) and j.flags & {{expires}} <> 0
     and (j.options ->> 'expires_at')::timestamptz > clock_timestamp();
-  perform queue._propagate_deadline(p_ids || queue._dependents(p_ids));
+  perform queue._propagate_deadline(p_ids, p_takes => true);
   v_joined := queue._join_locks(p_ids);
   perform queue._advance(
     p_arrived => p_ids || v_joined.displaced, p_turned => v_joined.passed, p_keys => v_joined.keys,
