@@ -87,8 +87,11 @@ begin
       d.claim
     from queue.need d where d.job_id = p_id
     union all
-    select n::bigint, null, null, false, null from jsonb_array_elements_text(p_payload -> 'needs') n
-    where not exists (select from queue.need d where d.job_id = p_id and d.need_id = n::bigint)) d
+    select n.id, null, null, false, null
+    from (select n::bigint as id from jsonb_array_elements_text(p_payload -> 'needs') n offset 0) n
+    left join lateral (
+      select d.need_id from queue.need d where d.job_id = p_id and d.need_id = n.id offset 0) k on true
+    where k.need_id is null) d
   left join lateral (
     select f.state, age(f.xmin) as age
     from queue.finished f
