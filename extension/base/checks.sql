@@ -77,7 +77,8 @@ begin
   select e.key into v_bad from jsonb_each(object) e
   where e.key in ('task', 'queue', 'lock', 'queueing_lock', 'concurrency_key', 'scheduled_at')
     and jsonb_typeof(e.value) not in ('string', 'null')
-    or e.key = 'needs' and jsonb_typeof(e.value) not in ('array', 'null')
+    or e.key = 'needs' and (jsonb_typeof(e.value) not in ('array', 'null')
+      or jsonb_path_exists(e.value, '$[*] ? (@.type() == "string")'))
     or e.key = 'deadline' and jsonb_typeof(e.value) not in ('string', 'number', 'null')
     or e.key in ('priority', 'concurrency_limit')
       and not (e.value = 'null' or jsonb_typeof(e.value) = 'number'

@@ -1987,7 +1987,8 @@ begin
   select e.key into v_bad from jsonb_each(object) e
   where e.key in ('task', 'queue', 'lock', 'queueing_lock', 'concurrency_key', 'scheduled_at')
     and jsonb_typeof(e.value) not in ('string', 'null')
-    or e.key = 'needs' and jsonb_typeof(e.value) not in ('array', 'null')
+    or e.key = 'needs' and (jsonb_typeof(e.value) not in ('array', 'null')
+      or jsonb_path_exists(e.value, '$[*] ? (@.type() == "string")'))
     or e.key = 'deadline' and jsonb_typeof(e.value) not in ('string', 'number', 'null')
     or e.key in ('priority', 'concurrency_limit')
       and not (e.value = 'null' or jsonb_typeof(e.value) = 'number'
@@ -15259,6 +15260,8 @@ begin
   perform queue._check_list('queues', p_queues);
   if p_info is null or jsonb_typeof(p_info) <> 'object' then
     perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
+  elsif coalesce(jsonb_typeof(p_info -> 'listen'), 'boolean') not in ('boolean', 'null') then
+    perform queue._invalid('listen must be true or false', 'Pass a JSON boolean.');
   elsif v_dead_after < interval '1 s' then
     perform queue._invalid('dead_after is too short',
       'Pass an interval of at least 1 second.');
@@ -16372,13 +16375,19 @@ declare
   v_options jsonb := jsonb_strip_nulls(p_options);
 begin
   perform queue._check_keys('options', p_options,
-    array['ids', 'order', 'tasks', 'functions', 'deadline_within', 'max_running']);
+    array['ids', 'order', 'tasks', 'functions', 'deadline_within', 'max_running', 'ahead']);
   if coalesce(v_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
     perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.',
       'order: ' || (v_options ->> 'order'));
   elsif coalesce(jsonb_typeof(v_options -> 'tasks'), 'array') <> 'array'
     or coalesce(jsonb_typeof(v_options -> 'ids'), 'array') <> 'array' then
     perform queue._invalid('tasks and ids must be lists', 'Pass JSON arrays.');
+  elsif exists (select from jsonb_array_elements(v_options -> 'tasks') t
+    where jsonb_typeof(t) <> 'string') then
+    perform queue._invalid('tasks must be names', 'Pass JSON strings.');
+  elsif exists (select from jsonb_array_elements(v_options -> 'ids') i
+    where jsonb_typeof(i) <> 'number') then
+    perform queue._invalid('ids must be numbers', 'Pass ids of jobs.');
   end if;
   tasks := case when v_options ? 'tasks' then array(select t
     from jsonb_array_elements_text(v_options -> 'tasks') t) end;

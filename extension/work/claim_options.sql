@@ -91,13 +91,19 @@ declare
   v_options jsonb := jsonb_strip_nulls(p_options);
 begin
   perform queue._check_keys('options', p_options,
-    array['ids', 'order', 'tasks', 'functions', 'deadline_within', 'max_running']);
+    array['ids', 'order', 'tasks', 'functions', 'deadline_within', 'max_running', 'ahead']);
   if coalesce(v_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
     perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.',
       'order: ' || (v_options ->> 'order'));
   elsif coalesce(jsonb_typeof(v_options -> 'tasks'), 'array') <> 'array'
     or coalesce(jsonb_typeof(v_options -> 'ids'), 'array') <> 'array' then
     perform queue._invalid('tasks and ids must be lists', 'Pass JSON arrays.');
+  elsif exists (select from jsonb_array_elements(v_options -> 'tasks') t
+    where jsonb_typeof(t) <> 'string') then
+    perform queue._invalid('tasks must be names', 'Pass JSON strings.');
+  elsif exists (select from jsonb_array_elements(v_options -> 'ids') i
+    where jsonb_typeof(i) <> 'number') then
+    perform queue._invalid('ids must be numbers', 'Pass ids of jobs.');
   end if;
   tasks := case when v_options ? 'tasks' then array(select t
     from jsonb_array_elements_text(v_options -> 'tasks') t) end;

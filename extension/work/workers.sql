@@ -140,6 +140,8 @@ begin
   perform queue._check_list('queues', p_queues);
   if p_info is null or jsonb_typeof(p_info) <> 'object' then
     perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
+  elsif coalesce(jsonb_typeof(p_info -> 'listen'), 'boolean') not in ('boolean', 'null') then
+    perform queue._invalid('listen must be true or false', 'Pass a JSON boolean.');
   elsif v_dead_after < interval '1 s' then
     perform queue._invalid('dead_after is too short',
       'Pass an interval of at least 1 second.');

@@ -1,6 +1,6 @@
 -- Deferring: every argument of defer, defer_many, defer_trigger, and refusals. Defaults: defer/tasks.sql.
 
-select plan(297);
+select plan(298);
 
 create function pg_temp.shown(id bigint, variadic columns text[]) returns text language plpgsql as $$
 declare
@@ -322,6 +322,7 @@ create temp table bad as select v.call from (values
   ($$select queue.defer_many('[{"task": "t", "needs": 1}]')$$),
   ($$select queue.defer_many('[{"task": "t", "needs": ["x"]}]')$$),
   ($$select queue.defer_many('[{"task": "t", "needs": [1.5]}]')$$),
+  ($$select queue.defer_many('[{"task": "t", "needs": ["1"]}]')$$),
   ($$select queue.defer_many('[{"task": "t", "options": []}]')$$),
   ($$select queue.defer_many('[{"task": "t"}, {"task": "t"}, {"task": "t", "lock": "{missing}"}]')$$),
   ($$select queue.defer_many('[{"task": "t", "queueing_lock": "half"}, {"task": "t", "options": {"x": 1}}]')$$),

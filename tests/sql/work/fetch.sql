@@ -1,6 +1,6 @@
 -- Fetching: order, patterns, options, refusals, and plans on a large, skewed table.
 
-select plan(101);
+select plan(104);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -194,6 +194,7 @@ from (values
   ('select queue.fetch(%s, array[null]::text[])'), ('select queue.fetch(%s, array[''a'', null])'), ('select queue.fetch(%s, array[''''])'), ('select queue.fetch(%s, ''{}'')'), ('select queue.fetch(%s, ''{{a},{b}}'')'),
   ('select queue.fetch(%s, options => ''[]'')'), ('select queue.fetch(%s, options => ''{"unknown": 1}'')'), ('select queue.fetch(%s, options => ''{"order": "random"}'')'),
   ('select queue.fetch(%s, options => ''{"alone": true}'')'), ('select queue.fetch(%s, options => ''{"tasks": "t"}'')'), ('select queue.fetch(%s, options => ''{"ids": ["x"]}'')'),
+  ('select queue.fetch(%s, options => ''{"ids": [null]}'')'), ('select queue.fetch(%s, options => ''{"ids": ["1"]}'')'), ('select queue.fetch(%s, options => ''{"tasks": [1]}'')'),
   ('select queue.fetch(%s, options => ''{"ids": {}}'')'), ('select queue.fetch(%s, options => ''{"deadline_within": "soon"}'')'), ('select queue.fetch(%s, options => ''{"deadline_within": "-1 s"}'')')
 ) v (call);
 select is(test.refusal('select queue.fetch(null)'), 'QJ007', 'no worker');

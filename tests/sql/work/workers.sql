@@ -1,6 +1,6 @@
 -- Workers: registration, heartbeats, good-byes, deaths, aborts.
 
-select plan(78);
+select plan(79);
 
 \ir workers.helpers.psql
 
@@ -17,7 +17,7 @@ select queue.register_worker('x', null, '{"dead_after": 7}') as w7s \gset
 select is((select dead_after from queue.workers where id = :w7s), '7 s', 'dead_after may be seconds');
 select is(test.refusal('select queue.register_worker(' || arguments || ')'), '22023', 'register_worker(' || left(arguments, 60) || ')') from (values
   ('null'), (''''''), (quote_literal(repeat('x', 1001))), ('''w'', ''{}'''), ('''w'', ''{a,null}'''), ('''w'', array['''']'), (format('''w'', array[%L]', repeat('x', 1001))),
-  ('''w'', null, null'), ('''w'', null, ''[]'''), ('''w'', null, ''1'''), ('''w'', null, ''{"dead_after": "soon"}'''), ('''w'', null, ''{"dead_after": 0.5}'''), ('''w'', null, ''{"dead_after": -1}'''), ('''w'', null, ''{"dead_after": []}''')) v (arguments);
+  ('''w'', null, null'), ('''w'', null, ''[]'''), ('''w'', null, ''1'''), ('''w'', null, ''{"dead_after": "soon"}'''), ('''w'', null, ''{"dead_after": 0.5}'''), ('''w'', null, ''{"dead_after": -1}'''), ('''w'', null, ''{"dead_after": []}'''), ('''w'', null, ''{"listen": "no"}''')) v (arguments);
 select lives_ok(format('select queue.register_worker(%L, array[%L])', repeat('w', 1000), repeat('q', 999) || '*'), 'names of 1,000 bytes');
 
 -- heartbeat
