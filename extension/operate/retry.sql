@@ -34,17 +34,18 @@ begin
     select j.id, j.state, 'QJ009'::text from queue.jobs j where j.id = any (v_without) order by j.id;
 end $$;
 comment on function queue.retry(bigint[], boolean, text, jsonb) is
-  'Runs jobs again: finished ones (failed, cancelled, succeeded), and at once those that wait for a'
-    ' retry, sleep, or wait for a signal or event. The counters of failures, crashes and yields are reset; a'
-    ' step that has failed for good runs again, unless the handler has gone on to another since. A'
-    ' running job, or one whose expires_at has passed, is refused (QJ003) without force; with force the'
-    ' running claim is lost. A job that has never started is refused (QJ004) while another job holds its'
-    ' queueing lock. from_step: a finished step, from which the job continues; that step and those that'
-    ' finished later are forgotten. A job without that step is refused (QJ009). changes: as in the'
-    ' options of fail, retry_at or retry_in (the time, in place of at once), and priority, queue and lock'
-    ' (as it is, not a template; empty text for none). In its new lock the job has the place of its id. A'
-    ' job that is refused does not change. Returns a row for each id: the new state in outcome, or an error'
-    ' with its state.';
+  'Runs jobs again: finished ones (failed, cancelled, succeeded), and at once those that wait for a retry,'
+    ' sleep, or wait for a signal or event. The counters of failures, crashes and yields are reset; a step'
+    ' that has failed for good runs again, unless the handler has gone on to another since. A finished job'
+    ' that never started keeps its scheduled_at. A running job, or one whose expires_at has passed, is'
+    ' refused (QJ003) without force; with force the running claim is lost. A job that has never started is'
+    ' refused (QJ004) while another job holds its queueing lock. from_step: a finished step, from which the'
+    ' job continues; that step and those that finished later are forgotten. A wait that is forgotten does not'
+    ' give back the signal that it took. A job without that step is refused (QJ009). changes: as in the'
+    ' options of fail, retry_at or retry_in (the time, in place of at once), and priority, queue and lock (as'
+    ' it is, not a template; empty text for none). In its new lock the job has the place of its id. A job'
+    ' that is refused does not change. Returns a row for each id: the new state in outcome, or an error with'
+    ' its state.';
 
 -- Locks and errors: as retry.
 create or replace function queue.retry_failed(task text default null, queue text default null,

@@ -28,9 +28,9 @@ end $$;
 comment on function queue.sleep(bigint, bigint, text, timestamptz) is
   'Ends the claim. The job continues with a new claim at the given time, or at once if that has passed. It'
     ' holds no slot and no worker meanwhile; at an ordered lock it keeps its turn. In its next run the step'
-    ' of this name is finished; its value is the time at which the sleep ended: that one, unless'
-    ' queue.retry, queue.reschedule or a replacement (on_conflict) has changed it. A sleep counts neither as'
-    ' a failure nor as progress.';
+    ' of this name is finished; its value is the time at which the sleep ended: that one, or the time of the'
+    ' call if that is later, unless queue.retry, queue.reschedule or a replacement (on_conflict) has changed'
+    ' it. A sleep counts neither as a failure nor as progress.';
 
 -- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ003 (the step is finished), QJ008.
 create or replace function queue.wait(id bigint, claim bigint, name text, signal text default null,
