@@ -45,6 +45,7 @@ begin
   perform queue._check_size('payload', publish.payload);
   perform queue._check_interval('retain', publish.retain);
   if exists (select from queue.event e where e.name = publish.event and e.expires_at > clock_timestamp()) then
+    perform queue._audit('publish', jsonb_build_object('event', publish.event)) where queue._is_operator();
     return false;
   end if;
   insert into queue.event (name, payload, expires_at)

@@ -1,6 +1,6 @@
 -- The audit: each function that an operator may call writes one row, and nobody can remove one.
 
-select plan(108);
+select plan(109);
 
 create role pgdefer_audit_worker;
 create role pgdefer_audit_operator;
@@ -150,6 +150,7 @@ select is(pg_temp.written('pgdefer_audit_worker', $$select queue.schedule('daily
 select is(pg_temp.written('pgdefer_audit_producer', $$select queue.defer('t'), queue.defer_many('[{"task": "t"}]')$$), '', 'a producer');
 select is(pg_temp.written('', format('select queue.succeed(%s, %s)', :id, :claim)), '', 'the owner may be the worker');
 select is(pg_temp.written('', format('select queue.signal(%s, ''s''), queue.publish(''e'')', :ready)), '', 'or send signals');
+select is(pg_temp.written('pgdefer_audit_operator', 'select queue.publish(''e''), queue.publish(''e'')'), 'publish publish', 'a publish of an event that is there leaves a row too');
 select is(pg_temp.written('pgdefer_audit_operator', $$select queue.configure('{}')$$), '', 'settings that are read');
 select is(pg_temp.written('pgdefer_audit_operator', $$select queue.next(array['nothing'])$$), '', 'a next that finds nothing');
 select matches(pg_temp.written('pgdefer_audit_operator', $$select queue.cancel(1000000)$$), '^QJ001', 'a call that raises');
