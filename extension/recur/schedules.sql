@@ -58,8 +58,8 @@ begin
     v_next_run_at := v_old.next_run_at;
   else
     if v_old.next_run_at <= v_now then
-      perform queue._note_changed(schedule.name, v_old.next_run_at,
-        format('the schedule was changed at %s', v_now));
+      perform queue._note_changed(schedule.name, v_old.parsed, v_old.timezone, v_old.next_run_at, v_now,
+        'changed');
     end if;
     if v_is_enabled then
       v_next_run_at := queue._cron_next(v_parsed, schedule.timezone, greatest(v_now, v_old.last_run_at));
@@ -142,8 +142,8 @@ begin
   if enable_schedule.enabled then
     v_next_run_at := queue._cron_next(v_old.parsed, v_old.timezone, greatest(v_now, v_old.last_run_at));
   elsif v_old.next_run_at <= v_now then
-    perform queue._note_changed(enable_schedule.name, v_old.next_run_at,
-      format('the schedule was disabled at %s', v_now));
+    perform queue._note_changed(enable_schedule.name, v_old.parsed, v_old.timezone, v_old.next_run_at, v_now,
+      'disabled');
   end if;
   update queue.schedule s
   set is_enabled = enable_schedule.enabled, next_run_at = v_next_run_at, due_at = v_next_run_at,
@@ -260,13 +260,19 @@ begin
   perform queue._invalid('no such schedule', 'queue.schedules lists them.', 'name: ' || left(name, 200));
 end $$;
 
--- Records that a run was skipped, as its schedule was changed or disabled.
+-- Records that the runs from p_run_at to p_now were skipped, as their schedule was changed or disabled: in
+-- one row, of the first of them.
 -- Locks: the caller holds the admission lock.
-create or replace function queue._note_changed(p_name text, p_run_at timestamptz, p_detail text)
+create or replace function queue._note_changed(p_name text, p_parsed bigint[], p_timezone text,
+  p_run_at timestamptz, p_now timestamptz, p_change text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_last constant timestamptz := queue._last_run(p_parsed, p_timezone, p_run_at, p_now);
 begin
   insert into queue.schedule_run (name, run_at, decided_at, is_manual, skipped, detail)
-  values (p_name, p_run_at, clock_timestamp(), false, 'changed', p_detail)
+  values (p_name, p_run_at, clock_timestamp(), false, 'changed', format('the schedule was %s at %s%s',
+    p_change, p_now, case when v_last > p_run_at then
+      format('; it skips every run up to %s', queue._rfc3339(v_last, p_timezone)) end))
   on conflict on constraint schedule_run_pkey do nothing;
 end $$;
 

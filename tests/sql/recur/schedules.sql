@@ -1,6 +1,6 @@
 -- Recurring runs: their jobs, changes, refusals, history, access.
 
-select plan(91);
+select plan(92);
 
 \ir schedules.helpers.psql
 
@@ -93,6 +93,7 @@ select is(queue.schedule('plain', '*/5 * * * *', 'changed'), (select queue.next_
 select queue.tick() \g /dev/null
 select is(pg_temp.jobs('changed'), 'ready 0', 'and no run before it is made up for');
 select is(pg_temp.history('plain'), '2 changed, 0 job', 'which the history says');
+select matches((select r.detail from queue.schedule_runs r where r.name = 'plain' and r.skipped = 'changed'), '^the schedule was changed at .*; it skips every run up to 20..-..-..T', 'for all of them');
 select pg_temp.work() \g /dev/null
 
 select queue.schedule('keeps', '@daily', 'e', options => '{"retain": {"failed": "36 hours", "succeeded": 90000.50}}'), queue.enable_schedule('keeps', false) \g /dev/null
