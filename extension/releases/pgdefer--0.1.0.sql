@@ -460,7 +460,7 @@ create index backlog_part_priority_idx on queue.backlog_part (priority desc, no)
 create table queue.rehearsal (
   n integer not null,
   upto bigint not null,
-  constraint rehearsal_pkey primary key (n) deferrable initially deferred
+  constraint rehearsal_is_never_committed_pkey primary key (n) deferrable initially deferred
 );
 
 -- tables/admit/run_queue.sql

@@ -93,6 +93,6 @@ do $do$
 begin
   perform queue.rehearse();
   set constraints all immediate;
-end $do$ $$, '23505', null, 'a commit is refused');
+end $do$ $$, '23505', 'duplicate key value violates unique constraint "rehearsal_is_never_committed_pkey"', 'a commit is refused');
 select ok(not has_function_privilege('public', 'queue.rehearse()', 'execute'), 'nobody else may');
 select * from finish();
