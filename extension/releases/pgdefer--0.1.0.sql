@@ -18691,7 +18691,7 @@ comment on function queue.next(text[], boolean, interval) is
 -- Going back: a job, or a copy of it, continues from one of its steps.
 
 -- Locks: none, as copy: it only appends. Why no wake-up is lost: the copy is a new job of the log; see defer.
--- Raises: 22023, QJ001. Two sessions: operate/fork.retry.spec.
+-- Raises: 22023, QJ001, QJ009. Two sessions: operate/fork.retry.spec.
 create or replace function queue.fork(id bigint, from_step text)
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
@@ -18720,8 +18720,7 @@ begin
     where s.job_id = fork.id and s.finished_at is not null)
   select exists (select from point) into v_is_found;
   if not v_is_found then
-    perform queue._invalid('the job has finished no such step', 'queue.steps lists the finished steps.',
-      format('id: %s, step: %s', fork.id, left(fork.from_step, 200)));
+    perform queue._no_such_step(fork.id, fork.from_step);
   end if;
   perform queue._announce();
   perform queue._audit_jobs('fork', jsonb_build_object('from_step', fork.from_step), array[fork.id, v_id],
@@ -18732,6 +18731,15 @@ comment on function queue.fork(bigint, text) is
   'Defers a copy of a job (queue.copy) that continues from one of its finished steps: the copy has the steps'
     ' that were finished before that one, and finds the jobs that it awaited, as far as these have ended.'
     ' Returns the id of the copy.';
+
+-- Raises: QJ009, always.
+create or replace function queue._no_such_step(id bigint, step text)
+returns void language plpgsql volatile parallel safe security invoker as $$
+begin
+  raise exception using errcode = 'QJ009', message = 'step changed',
+    detail = format('id: %s, step: %s, not finished', id, left(step, 200)),
+    hint = 'The job has finished no such step; queue.steps lists those that it has finished.';
+end $$;
 
 -- operate/end.sql
 -- Ending jobs by hand.

@@ -35,6 +35,7 @@ from pgdefer.errors import (
     NotInstalled,
     PgDeferError,
     QueueNotEmpty,
+    StepChanged,
     translate,
 )
 
@@ -79,6 +80,7 @@ _ENDS: dict[type[PgDeferError], Exit] = {
     JobNotFound: Exit.NOT_FOUND,
     InvalidState: Exit.WRONG_STATE,
     ClaimLost: Exit.WRONG_STATE,
+    StepChanged: Exit.NOT_FOUND,  # from fork: no such step
     QueueNotEmpty: Exit.NOT_EMPTY,
     AlreadyQueued: Exit.ALREADY_QUEUED,
     InvalidParameter: Exit.USAGE,
@@ -293,8 +295,7 @@ def reported() -> Iterator[None]:
 
 def _fail_for(error: PgDeferError) -> NoReturn:
     # These share the SQLSTATE of bad arguments.
-    no_step = "the job has finished no such step"
-    is_missing = error.message in {"no such schedule", "no such group", "no such queue", no_step}
+    is_missing = error.message in {"no such schedule", "no such group", "no such queue"}
     fail(Exit.NOT_FOUND if is_missing else _ENDS.get(type(error), Exit.ERROR), escaped(str(error)))
 
 

@@ -43,7 +43,7 @@ select queue.finish_step(:plain, :claim, 'y', '1') \g /dev/null
 select queue.fork(:plain, 'y') as forked \gset
 select results_eq(format('select id, steps from queue.fetch(%s)', :worker), format('values (%s::bigint, ''{"x": 1}''::jsonb)', :forked), 'a plain job''s fork comes with its steps, as a newcomer');
 select queue.wait(:forked, (select claim from queue.jobs where id = :forked), 'w', 's') \g /dev/null
-select is(test.refusal(format('select queue.fork(%s, ''w'')', :forked)), '22023', 'a step that is not finished is none');
+select is(test.refusal(format('select queue.fork(%s, ''w'')', :forked)), 'QJ009', 'a step that is not finished is none');
 select is(test.refusal('select queue.fork(999999, ''a'')'), 'QJ001', 'no such job');
 select is_empty('select * from queue.check()', 'all is sound');
 
