@@ -688,6 +688,8 @@ def _retry_failed(
                 break
             left -= size
             after = more.values[-1]["id"]
+    if not rows.values and rows.texts is None:
+        err.print("There are no failed jobs to retry.", highlight=False)
     _end(rows)
 
 

@@ -108,7 +108,7 @@ def pause(
     _check_which(queue, task, every=every)
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(sql.PAUSE, {"queue": queue, "until": until, "task": task})
-    _show_jobs(rows, "affected")
+    _show_jobs(rows, "affected", f"{_named(queue, task)}: paused, ")
 
 
 @queues.command("resume")
@@ -124,7 +124,7 @@ def resume(
     _check_which(queue, task, every=every)
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(sql.RESUME, {"queue": queue, "task": task})
-    _show_jobs(rows, "affected")
+    _show_jobs(rows, "affected", f"{_named(queue, task)}: resumed, ")
 
 
 def _check_which(queue: str | None, task: str | None, *, every: bool) -> None:
@@ -134,12 +134,19 @@ def _check_which(queue: str | None, task: str | None, *, every: bool) -> None:
         fail(Exit.USAGE, "name a queue or pass --task or --all")
 
 
-def _show_jobs(rows: Rows, what: str) -> None:
-    """Print how many jobs were affected, or removed."""
+def _named(queue: str | None, task: str | None) -> str:
+    """Return what pause and resume were called for."""
+    queues = "all queues" if queue is None else queue
+    return _show.escaped(queues if task is None else f"{task} in {queues}")
+
+
+def _show_jobs(rows: Rows, what: str, done: str = "") -> None:
+    """Print what was done, and how many jobs were affected, or removed."""
     if rows.texts is not None:
         _show.print_json(rows.texts)
     else:
-        out.print(f"{_show.count(rows.values[0]['jobs'], 'job')} {what}", highlight=False)
+        count = _show.count(rows.values[0]["jobs"], "job")
+        out.print(f"{done}{count} {what}", markup=False, highlight=False)
 
 
 @queues.command("configure")

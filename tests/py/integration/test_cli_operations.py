@@ -143,9 +143,9 @@ def test_queues(run: Run, jobs: Jobs, claim: Claim) -> None:
     first = defer(run, "t", "-q", "p")
     defer(run, "t", "-q", "p")
     assert claim() == {}
-    assert run("queue", "resume", "p").out == "2 jobs affected\n"
+    assert run("queue", "resume", "p").out == "p: resumed, 2 jobs affected\n"
     assert len(claim()) == 2
-    assert run("queue", "pause", "p").out == "0 jobs affected\n"
+    assert run("queue", "pause", "p").out == "p: paused, 0 jobs affected\n"
     assert jobs.states()[first] == "running", "pausing lets it run"
     assert run("queue", "pause", "p", "--json").json == [{"jobs": 0}]
     assert run("queue", "pause", "--all", "--until", "2999-01-01").code == 0
@@ -512,6 +512,7 @@ def test_retry(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> N
     run("job", "fail", failed, running, "--yes")
     assert len(run("job", "retry", "--failed", "-n", 1, "--json").json) == 1
     assert len(run("job", "retry", "--failed", "-t", "other", "--json").json) == 0
+    assert "no failed jobs" in run("job", "retry", "--failed", "-t", "other").err
     assert run("job", "retry").code == Exit.USAGE
     assert run("job", "retry", failed, "--failed").code == Exit.USAGE
 
