@@ -18,54 +18,57 @@ begin
   end if;
   v_hidden := queue._hidden_paths();
   return query
+    with admitted as (
+      -- the lanes of a queue and priority as one
+      select c.id, g.queue, g.priority, c.deadline
+      from (
+        select l.queue, l.priority, array_agg(l.lane) as lanes, array_agg(l.low_deadline) as deadlines,
+          array_agg(l.low_id) as ids
+        from queue.lane l
+        where not l.is_idle and (l.paused_until is null or l.paused_until <= clock_timestamp())
+          and (peek.queues is null or exists (select from unnest(peek.queues) q
+            where queue._matches(l.queue, q)))
+          and (l.kind = {{lane_plain}} or not queue._is_queue_full(l.queue))
+        group by l.queue, l.priority) g
+      cross join lateral (
+        select aj.id, aj.deadline
+        from unnest(g.lanes, g.deadlines, g.ids) l (lane, deadline, id)
+        cross join lateral (
+          select aj.id, aj.deadline from queue.active_job aj
+          where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.deadline, l.id) and aj.claim is null
+          order by aj.deadline, aj.id limit peek.n) aj
+        order by aj.deadline, aj.id limit peek.n) c),
+    fresh as (
+      select a.id, a.queue, a.priority, a.deadline
+      from (
+        select a.id, a.queue, a.priority, coalesce(a.deadline, 'infinity') as deadline,
+          row_number() over (partition by a.queue, a.priority
+            order by coalesce(a.deadline, 'infinity'), a.id) as place
+        from queue.unadmitted a
+        where a.flags & {{held}} = 0 and a.needs is null
+          and coalesce(a.scheduled_at <= clock_timestamp(), true)
+          and (a.lock is null or not exists (select from queue.lock_member m where m.lock = a.lock))
+          and (peek.queues is null or exists (select from unnest(peek.queues) q
+            where queue._matches(a.queue, q)))
+          and coalesce(queue._paused_until(a.queue) <= clock_timestamp(), true)
+          and (not exists (select from queue.pause p where p.task is not null)
+            or coalesce(queue._task_paused_until(a.task, a.queue) <= clock_timestamp(), true))) a
+      where a.place <= peek.n),
+    placed as (
+      select c.id, c.queue, c.priority, c.deadline,
+        first_value(c.id) over (partition by c.queue, c.priority order by c.deadline, c.id) as first_id,
+        row_number() over (partition by c.queue order by c.priority desc, c.deadline, c.id) as place
+      from (select * from admitted union all select * from fresh) c),
+    room as (
+      select q.queue, queue._queue_room(q.queue, peek.n, clock_timestamp()) as jobs
+      from queue.queue_config q offset 0)
     select j.id, j.task, queue._cut(v_hidden -> j.task, j.args), j.queue,
       j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
     from (
-      select c.id, c.priority, c.deadline, c.first_id
-      from (
-        select c.id, c.queue, c.priority, c.deadline,
-          first_value(c.id) over (partition by c.queue, c.priority order by c.deadline, c.id) as first_id,
-          row_number() over (partition by c.queue order by c.priority desc, c.deadline, c.id) as place
-        from (
-          select c.id, g.queue, g.priority, c.deadline
-          from (
-            select l.queue, l.priority, array_agg(l.lane) as lanes, array_agg(l.low_deadline) as deadlines,
-              array_agg(l.low_id) as ids
-            from queue.lane l
-            where not l.is_idle and (l.paused_until is null or l.paused_until <= clock_timestamp())
-              and (peek.queues is null or exists (select from unnest(peek.queues) q
-                where queue._matches(l.queue, q)))
-              and (l.kind = {{lane_plain}} or not queue._is_queue_full(l.queue))
-            group by l.queue, l.priority) g
-          cross join lateral (
-            select aj.id, aj.deadline
-            from unnest(g.lanes, g.deadlines, g.ids) l (lane, deadline, id)
-            cross join lateral (
-              select aj.id, aj.deadline from queue.active_job aj
-              where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.deadline, l.id) and aj.claim is null
-              order by aj.deadline, aj.id limit peek.n) aj
-            order by aj.deadline, aj.id limit peek.n) c
-          union all
-          select a.id, a.queue, a.priority, a.deadline
-          from (
-            select a.id, a.queue, a.priority, coalesce(a.deadline, 'infinity') as deadline,
-              row_number() over (partition by a.queue, a.priority
-                order by coalesce(a.deadline, 'infinity'), a.id) as place
-            from queue.unadmitted a
-            where a.flags & {{held}} = 0 and a.needs is null
-              and coalesce(a.scheduled_at <= clock_timestamp(), true)
-              and (a.lock is null or not exists (select from queue.lock_member m where m.lock = a.lock))
-              and (peek.queues is null or exists (select from unnest(peek.queues) q
-                where queue._matches(a.queue, q)))
-              and coalesce(queue._paused_until(a.queue) <= clock_timestamp(), true)
-              and (not exists (select from queue.pause p where p.task is not null)
-                or coalesce(queue._task_paused_until(a.task, a.queue) <= clock_timestamp(), true))) a
-          where a.place <= peek.n) c) c
-      left join (
-        select q.queue, queue._queue_room(q.queue, peek.n, clock_timestamp()) as room
-        from queue.queue_config q offset 0) r on r.queue = c.queue
-      where coalesce(c.place <= r.room, true)
-      order by c.priority desc, c.first_id, c.deadline, c.id limit peek.n) c
+      select p.id, p.priority, p.deadline, p.first_id
+      from placed p left join room r on r.queue = p.queue
+      where coalesce(p.place <= r.jobs, true)
+      order by p.priority desc, p.first_id, p.deadline, p.id limit peek.n) c
     cross join lateral (select j.* from queue.jobs j where j.id = c.id offset 0) j
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
