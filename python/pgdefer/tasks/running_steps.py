@@ -98,7 +98,8 @@ class RunningSteps:
         """Cancel the coroutines of steps that the caller does not run itself, once."""
         for owner in set(self._others()):
             if isinstance(owner, asyncio.Task) and not owner.cancelling():
-                owner.get_loop().call_soon_threadsafe(owner.cancel)
+                with contextlib.suppress(RuntimeError):  # its loop is closed by now
+                    owner.get_loop().call_soon_threadsafe(owner.cancel)
 
     def _running(self) -> list[Owner]:
         """Return who else runs a step that does not rest."""
@@ -123,12 +124,16 @@ def _owner() -> Owner:
 
 
 def _has_ended(owner: Owner) -> bool:
-    return owner.done() if isinstance(owner, asyncio.Task) else not owner.is_alive()
+    """Whether it is over, or a coroutine of a loop that does not run: that goes on no more."""
+    if isinstance(owner, asyncio.Task):
+        return owner.done() or not owner.get_loop().is_running()
+    return owner.is_alive() is False
 
 
 def _is_stopped(owner: Owner) -> bool:
-    """Whether it is a coroutine of the event loop that this function stops."""
+    """Whether it is of the event loop that this function stops, or a thread that may need that."""
     try:
-        return isinstance(owner, asyncio.Task) and owner.get_loop() is asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
     except RuntimeError:
         return False
+    return isinstance(owner, threading.Thread) or owner.get_loop() is loop

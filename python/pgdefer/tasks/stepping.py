@@ -40,6 +40,10 @@ __all__ = ["StepCalls"]
 
 log = logger("pgdefer.steps")
 
+# How long a call that ends the claim waits for the steps beside it, which may wait for it in turn,
+# and the end of the handler for those that it has left running, in seconds.
+PATIENCE = 60.0
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -270,8 +274,8 @@ class StepCalls:
         running = self.steps.running
         with running.resting():
             time.sleep(0)  # what was made together with this call begins
-            if self._is_here():
-                _until(running.may_end)
+            if self._is_here() and not _until(running.may_end):
+                log.warning("job %s: its run ends, though steps beside this call go on", self.id)
             self._check_claim()
             with running.ending():
                 self._store_kept()
@@ -338,9 +342,15 @@ class StepCalls:
         return None if value is None else self.client.codec.dumps(value)
 
 
-def _until(is_true: Callable[[], bool]) -> None:
-    """Wait until it is true. The steps may be in other threads and event loops, so it is asked."""
-    pause = 0.001
+def _until(is_true: Callable[[], bool]) -> bool:
+    """Wait until it is true, and return whether it is.
+
+    The steps may be in other threads and event loops, so it is asked again and again.
+    """
+    pause, end = 0.001, time.monotonic() + PATIENCE
     while not is_true():
+        if time.monotonic() > end:
+            return False
         time.sleep(pause)
         pause = min(pause * 2, 0.05)
+    return True

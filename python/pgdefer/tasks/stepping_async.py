@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import functools
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -38,6 +39,10 @@ from pgdefer.tasks.tries import Tries, called_within_async, fitted
 __all__ = ["AsyncStepCalls"]
 
 log = logger("pgdefer.steps")
+
+# How long a call that ends the claim waits for the steps beside it, which may wait for it in turn,
+# and the end of the handler for those that it has left running, in seconds.
+PATIENCE = 60.0
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -273,8 +278,8 @@ class AsyncStepCalls:
         running = self.steps.running
         with running.resting():
             await asyncio.sleep(0)  # what was made together with this call begins
-            if self._is_here():
-                await _until_async(running.may_end_async)
+            if self._is_here() and not await _until_async(running.may_end_async):
+                log.warning("job %s: its run ends, though steps beside this call go on", self.id)
             await self._check_claim_async()
             with running.ending():
                 await self._store_kept_async()
@@ -341,9 +346,15 @@ class AsyncStepCalls:
         return None if value is None else self.client.codec.dumps(value)
 
 
-async def _until_async(is_true: Callable[[], bool]) -> None:
-    """Wait until it is true. The steps may be in other threads and event loops, so it is asked."""
-    pause = 0.001
+async def _until_async(is_true: Callable[[], bool]) -> bool:
+    """Wait until it is true, and return whether it is.
+
+    The steps may be in other threads and event loops, so it is asked again and again.
+    """
+    pause, end = 0.001, time.monotonic() + PATIENCE
     while not is_true():
+        if time.monotonic() > end:
+            return False
         await asyncio.sleep(pause)
         pause = min(pause * 2, 0.05)
+    return True

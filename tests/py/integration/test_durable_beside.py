@@ -14,7 +14,8 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer import App, ClaimLost, JobSuspended, Worker, current_job
+from pgdefer import App, ClaimLost, JobSuspended, Retry, StepFailed, Worker, current_job
+from pgdefer.tasks import stepping_async
 from pgdefer.tasks.raised import suspension
 from pgdefer.tasks.steps import Steps
 from pgdefer.testing import TestQueue
@@ -29,7 +30,8 @@ Connection = psycopg.Connection[Any]
 def no_errors(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Suspended runs are not logged as errors."""
     yield
-    assert not [record for record in caplog.get_records("call") if record.levelname == "ERROR"]
+    records = [r for r in caplog.get_records("call") if r.name.startswith("pgdefer")]
+    assert not [record for record in records if record.levelname == "ERROR"]
 
 
 class Slow:
@@ -147,6 +149,78 @@ async def test_steps_that_fail_beside_each_other(
     async with running(app):
         assert await job.result_async(60) == [None, "a", "b", 1]
     assert slow.calls == 1
+
+
+async def test_a_step_that_waits_for_a_wait_beside_it(
+    monkeypatch: pytest.MonkeyPatch, app: App, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They wait for each other, but not for ever."""
+    monkeypatch.setattr(stepping_async, "PATIENCE", 0.2)
+
+    @app.task(name="t")
+    async def t() -> str:
+        job = current_job()
+        nap = asyncio.create_task(job.sleep_async("nap", SOON))
+
+        async def rested() -> str:
+            await asyncio.shield(nap)
+            return "rested"
+
+        return await job.step_async("rested", rested)
+
+    job = await t.defer_async()
+    async with running(app):
+        assert await job.result_async(60) == "rested"
+    assert "its run ends, though steps beside this call go on" in caplog.text
+
+
+async def test_a_step_that_waits_for_the_failure_of_another(
+    monkeypatch: pytest.MonkeyPatch, app: App
+) -> None:
+    monkeypatch.setattr(stepping_async, "PATIENCE", 0.2)
+    has_failed = asyncio.Event()
+
+    @app.task(name="t")
+    async def t() -> str:
+        job = current_job()
+
+        async def refuse() -> None:
+            raise ConnectionError("no answer")
+
+        async def waits() -> str:
+            await has_failed.wait()
+            return "done"
+
+        async with asyncio.TaskGroup() as group:
+            beside = group.create_task(job.step_async("beside", waits))
+            await asyncio.sleep(0)
+            with pytest.raises(StepFailed):
+                await job.step_async("fails", refuse, retry=Retry(1))
+            has_failed.set()
+        return beside.result()
+
+    job = await t.defer_async()
+    async with running(app):
+        assert await job.result_async(30) == "done"
+
+
+def test_a_handler_that_leaves_a_step_in_a_closed_loop(app: App, jobs: Jobs) -> None:
+    @app.task(name="t")
+    def t() -> str:
+        job, loop = current_job(), asyncio.new_event_loop()
+
+        async def begin() -> None:
+            begun = asyncio.create_task(job.step_async("never", asyncio.sleep, 3600))
+            await asyncio.sleep(0.05)
+            assert not begun.done()
+
+        loop.run_until_complete(begin())
+        loop.close()
+        return "done"
+
+    job = t.defer()
+    app.run_worker(drain=True)
+    assert job.result(30) == "done"
 
 
 async def test_a_wait_within_a_step_does_not_wait_for_it(app: App) -> None:
