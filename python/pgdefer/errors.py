@@ -220,7 +220,7 @@ REFUSALS = {
     ),
     "QJ003": (
         "the job's state does not allow this",
-        "A running job needs force=True. Where another transaction changes the job, try again.",
+        "Where another transaction changes the job, try again.",
     ),
     "QJ004": ("already queued", "Another job with its queueing_lock waits."),
     "QJ009": ("the job has finished no such step", "`pgdefer job steps {id}` lists them."),
@@ -230,6 +230,8 @@ REFUSALS = {
 def refused(id: int, state: str | None, code: str) -> PgDeferError:
     """Return the error for a job's row; `state` is the job's state, or None."""
     message, hint = REFUSALS.get(code, (f"the call was refused ({code})", ""))
+    if code == "QJ003" and state == "running":
+        hint = "move, retry and delete take a running job with force=True."
     detail = f"id: {id}" if state is None else f"id: {id}, state: {state}"
     return SQLSTATES.get(code, PgDeferError)(message, detail=detail, hint=hint.format(id=id))
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -68,6 +68,16 @@ DEFAULTS: dict[str, Any] = {
 }
 # libpq's parameters; those of pools and of Django include psycopg's own.
 _LIBPQ = frozenset(option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults())
+
+
+@contextlib.contextmanager
+def _connecting() -> Iterator[None]:
+    """Mark the errors of connections that were not made: no call can have been made by them."""
+    try:
+        yield
+    except psycopg.OperationalError as error:
+        error.is_unreached = True  # type: ignore[attr-defined]
+        raise
 
 
 # These represent moments that a datetime can't hold, infinity for example, in any time zone.
@@ -188,9 +198,10 @@ class Source:
         return self._connect(self.conninfo(restart=True))
 
     def _connect(self, conninfo: str) -> PsycopgConnection:
-        connection = psycopg.connect(
-            conninfo, autocommit=True, prepare_threshold=None if self.pgbouncer else 5
-        )
+        with _connecting():
+            connection = psycopg.connect(
+                conninfo, autocommit=True, prepare_threshold=None if self.pgbouncer else 5
+            )
         adapt(connection.adapters)
         if not self.pgbouncer:  # the session may serve another client next time
             try:
@@ -215,11 +226,12 @@ class Source:
         return await in_own_thread(self.conninfo, restart=restart)
 
     async def _connect_async(self, conninfo: str) -> AsyncPsycopgConnection:
-        connection = await psycopg.AsyncConnection.connect(
-            await with_addresses(conninfo),
-            autocommit=True,
-            prepare_threshold=None if self.pgbouncer else 5,
-        )
+        with _connecting():
+            connection = await psycopg.AsyncConnection.connect(
+                await with_addresses(conninfo),
+                autocommit=True,
+                prepare_threshold=None if self.pgbouncer else 5,
+            )
         adapt(connection.adapters)
         if not self.pgbouncer:
             try:

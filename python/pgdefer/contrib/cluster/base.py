@@ -41,7 +41,7 @@ class ClusterBase:
     def apps(self) -> Iterator[App]:
         """Return the bound apps of all shards that are known, and those of the given DSNs."""
         yield from self._seeds
-        for shard in self.map.shards:
+        for shard in list(self.map.shards):  # the caller may learn of another one
             yield self.app_of(shard)
 
     def close(self) -> None:

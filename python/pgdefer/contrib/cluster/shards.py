@@ -34,8 +34,7 @@ ELSEWHERE = ("55000", "55P03")
 
 def is_unreached(error: psycopg.OperationalError) -> bool:
     """Whether no connection was made. If one was lost, the call may have been made."""
-    is_timeout = isinstance(error, psycopg.errors.ConnectionTimeout)
-    return is_timeout or error.pgconn is not None or isinstance(error.__cause__, OSError)
+    return getattr(error, "is_unreached", False)
 
 
 def shard_of(key: str) -> int:

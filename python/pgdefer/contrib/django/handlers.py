@@ -17,7 +17,7 @@ from pgdefer._text import logger
 from pgdefer.contrib.django.connections import close_connections, renew_connections
 from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.own_threads import has_running_loop
-from pgdefer.tasks.context import JobContext, current_job
+from pgdefer.tasks.context import JobContext, running_job
 
 __all__ = ["around_job", "atomic_handler", "without_connection"]
 
@@ -95,17 +95,18 @@ def atomic_handler(alias: str) -> Iterator[Any]:
 
 def _open(connection: Any) -> None:
     """Connect. If that fails it waits, because this is not the job's fault."""
-    job = current_job()
+    job = running_job()  # None in a thread of the handler's own
     waits = GrowingDelay(last=1.0)
     while True:
         try:
             connection.ensure_connection()
         except OperationalError as error:
-            log.warning("%r waits for a connection: %s", job, error)
+            log.warning("%r waits for a connection: %s", job or "a step", error)
         else:
             return
         time.sleep(waits.next())
-        job.check_abort()
+        if job is not None:
+            job.check_abort()
 
 
 def without_connection(function: Callable[..., Any]) -> Callable[..., Any]:
