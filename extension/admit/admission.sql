@@ -79,20 +79,24 @@ begin
     from queue._admit_backlog(p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause or p_singly) b;
     v_move := true;
   end if;
+  if v_new.has_backlog then
+    v_gated := v_gated || queue._unpark();
+  end if;
   -- all at once, so that jobs of one lock come in the order of ids; before turns are passed on
   if v_gated is not null then
     v_parked := v_parked || queue._admit_all_gated(v_gated, p_singly);
   end if;
   if v_parked is not null then
     v_has_backlog := true;
-    insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
+    perform queue._park(v_parked);
   end if;
   if v_new.has_pending then
     perform queue._settle_all(v_ended.ids, v_ended.kinds, v_ended.flags, p_singly);
   end if;
   if v_is_read then
     v_has_backlog := queue._admit_parked(p_slice, p_singly) > 0 or exists (select from queue.backlog)
-      or exists (select from queue.backlog_part) or v_retags;
+      or exists (select from queue.backlog_part) or v_retags
+      or exists (select from queue.waiting w where w.reason = 'parked');
   end if;
   v_due := v_new.due_at;
   if v_new.due_at > v_start or v_new.next_due <= v_start or v_new.next_run <= v_start then
@@ -262,7 +266,8 @@ begin
   return case when v_n >= p_slice then v_at else v_now end;
 end $$;
 
--- Admits jobs that were parked while there was a backlog, in the order of ids, and returns their number.
+-- Admits jobs with ordered locks that were parked while there was a backlog, in the order of ids, and returns
+-- their number.
 create or replace function queue._admit_parked(p_slice integer, p_singly boolean)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -271,13 +276,13 @@ declare
 begin
   with parked as (
     delete from queue.waiting w
-    where w.ctid = any (array(select p.ctid from queue.waiting p where p.reason = 'parked'
-      order by p.id limit p_slice))
+    where w.ctid = any (array(select p.ctid from queue.waiting p
+      where p.reason = 'parked' and p.weight is null order by p.id limit p_slice))
     returning w.id)
   select array_agg(p.id) into v_ids from parked p;
   if v_ids is not null then
     v_left := queue._admit_all_gated(v_ids, p_singly);
-    insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_left) u (id);
+    perform queue._park(v_left);
   end if;
   return coalesce(cardinality(v_ids), 0);
 end $$;

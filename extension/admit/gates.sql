@@ -122,6 +122,35 @@ begin
   end loop;
 end $$;
 
+-- Parks new jobs: those with an ordered lock until all backlog has been read, as it may contain older jobs of
+-- the lock; others until one of the next admissions takes them (_unpark), for which weight is their priority
+-- with the other sign.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._park(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  insert into queue.waiting (id, reason, weight)
+  select j.id, 'parked', case when j.flags & {{ordered}} = 0 then -greatest(j.priority, -2147483647) end
+  from unnest(p_ids) u (id)
+  cross join lateral (select j.id, j.flags, j.priority from queue.job_now j where j.id = u.id offset 0) j;
+end $$;
+
+-- Takes the most urgent of the parked jobs that have no ordered lock.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._unpark()
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+begin
+  with gone as (
+    delete from queue.waiting w
+    where w.ctid = any (array(select p.ctid from queue.waiting p
+      where p.reason = 'parked' and p.weight is not null order by p.weight, p.id limit 1000))
+    returning w.id)
+  select array_agg(g.id) into v_ids from gone g;
+  return v_ids;
+end $$;
+
 -- Admits new jobs that are not plain: joins locks, writes needs, and sends them to their first gate.
 create or replace function queue._admit_gated(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$

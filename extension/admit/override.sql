@@ -39,7 +39,9 @@ begin
          coalesce(excluded.scheduled_at, s.scheduled_at), coalesce(excluded.args, s.args),
          coalesce(excluded.size, s.size),
          s.extra_flags | excluded.extra_flags);
-  if v_taken.place in ('held', 'parked', 'moving') then
+  if v_taken.place = 'parked' then
+    perform queue._park(array[p_id]);
+  elsif v_taken.place in ('held', 'moving') then
     insert into queue.waiting (id, reason) values (p_id, v_taken.place);
   elsif v_taken.place <> 'log' then
     perform queue._advance(p_arrived => array[p_id], p_keys => v_taken.keys);

@@ -42,8 +42,8 @@ begin
 end $$;
 
 -- _admit_gated, for all together or one by one. Returns the jobs that must be tried again, as _admit_singly;
--- or, of jobs with many keys and needs, those that would keep the admission lock for too long: the last ones,
--- so that jobs of one lock come in the order of ids.
+-- or, of jobs with many keys and needs, those that would keep the admission lock for too long. These are the
+-- least urgent; jobs with an ordered lock come first, by id, because their locks require that order.
 create or replace function queue._admit_all_gated(p_ids bigint[], p_singly boolean)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -58,11 +58,16 @@ begin
       array_agg(x.id) filter (where x.n > 1 and x.load > {{gated_at_once}})
     into v_ids, v_left
     from (
-      select u.id, row_number() over by_id as n,
-        sum(1 + coalesce(cardinality(j.keys), 0) + coalesce(cardinality(j.needs), 0)) over by_id as load
+      select u.id, row_number() over by_place as n,
+        sum(1 + coalesce(cardinality(j.keys), 0) + coalesce(cardinality(j.needs), 0)) over by_place as load
       from unnest(p_ids) u (id)
-      cross join lateral (select j.keys, j.needs from queue.job j where j.id = u.id offset 0) j
-      window by_id as (order by u.id rows unbounded preceding)) x;
+      cross join lateral (
+        select j.keys, j.needs, case when j.flags & {{ordered}} = 0 then -j.priority::bigint end as place,
+          coalesce(j.deadline, 'infinity') as deadline
+        from queue.job_now j where j.id = u.id offset 0) j
+      window by_place as (
+        order by j.place nulls first, case when j.place is not null then j.deadline end, u.id
+        rows unbounded preceding)) x;
   end if;
   perform queue._admit_gated(v_ids);
   return v_left;

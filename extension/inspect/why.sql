@@ -49,7 +49,9 @@ begin
   if v_job.gate = 'task_paused' then
     return format('its task %s is paused%s', v_job.task, queue._why_until(v_job.at));
   elsif v_job.gate = 'parked' then
-    return 'a large backlog is being admitted, which may contain older jobs of its lock';
+    return case when exists (select from queue.waiting w where w.id = why.id and w.weight is null)
+      then 'a large backlog is being admitted, which may contain older jobs of its lock'
+      else 'many jobs with keys or needs are being admitted, the most urgent first' end;
   elsif v_job.gate = 'moving' then
     return 'its key is moving to another shard';
   elsif v_job.gate = 'slot' then

@@ -583,7 +583,7 @@ create table queue.rate_start (
 -- need changes (admit/needs.sql). For a job that waits for a slot, the row has the columns of
 -- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
 -- the first job of a lane that waits for a key's rate: when the rate allows more starts; weight: how many
--- slots of the key it takes, NULL for 1; has_several: the job has several keys, and key is the first full
+-- slots of the key it takes, NULL for 1 (of a parked job: _park); has_several: the job has several keys, and key is the first full
 -- one; task: the job's.
 create table queue.waiting (
   id bigint not null,
@@ -618,6 +618,8 @@ where left(reason, 4) = 'slot' and weight is not null;
 create index waiting_rate_idx on queue.waiting (lane) where reason = 'slot' and at is not null;
 
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
+
+create index waiting_unpark_idx on queue.waiting (weight, id) where reason = 'parked' and weight is not null;
 
 -- All unfinished jobs that have a lock. The first by id has the turn (has_turn is set only if the job's
 -- position does not show this, see admit/locks.sql). is_passed: the job waits for nothing but its turn.
@@ -10651,6 +10653,35 @@ begin
   end loop;
 end $$;
 
+-- Parks new jobs: those with an ordered lock until all backlog has been read, as it may contain older jobs of
+-- the lock; others until one of the next admissions takes them (_unpark), for which weight is their priority
+-- with the other sign.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._park(p_ids bigint[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  insert into queue.waiting (id, reason, weight)
+  select j.id, 'parked', case when j.flags & 1/* ordered */ = 0 then -greatest(j.priority, -2147483647) end
+  from unnest(p_ids) u (id)
+  cross join lateral (select j.id, j.flags, j.priority from queue.job_now j where j.id = u.id offset 0) j;
+end $$;
+
+-- Takes the most urgent of the parked jobs that have no ordered lock.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._unpark()
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_ids bigint[];
+begin
+  with gone as (
+    delete from queue.waiting w
+    where w.ctid = any (array(select p.ctid from queue.waiting p
+      where p.reason = 'parked' and p.weight is not null order by p.weight, p.id limit 1000))
+    returning w.id)
+  select array_agg(g.id) into v_ids from gone g;
+  return v_ids;
+end $$;
+
 -- Admits new jobs that are not plain: joins locks, writes needs, and sends them to their first gate.
 create or replace function queue._admit_gated(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -10820,7 +10851,9 @@ begin
          coalesce(excluded.scheduled_at, s.scheduled_at), coalesce(excluded.args, s.args),
          coalesce(excluded.size, s.size),
          s.extra_flags | excluded.extra_flags);
-  if v_taken.place in ('held', 'parked', 'moving') then
+  if v_taken.place = 'parked' then
+    perform queue._park(array[p_id]);
+  elsif v_taken.place in ('held', 'moving') then
     insert into queue.waiting (id, reason) values (p_id, v_taken.place);
   elsif v_taken.place <> 'log' then
     perform queue._advance(p_arrived => array[p_id], p_keys => v_taken.keys);
@@ -11212,8 +11245,8 @@ begin
 end $$;
 
 -- _admit_gated, for all together or one by one. Returns the jobs that must be tried again, as _admit_singly;
--- or, of jobs with many keys and needs, those that would keep the admission lock for too long: the last ones,
--- so that jobs of one lock come in the order of ids.
+-- or, of jobs with many keys and needs, those that would keep the admission lock for too long. These are the
+-- least urgent; jobs with an ordered lock come first, by id, because their locks require that order.
 create or replace function queue._admit_all_gated(p_ids bigint[], p_singly boolean)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -11224,15 +11257,20 @@ begin
     return queue._admit_singly(p_ids);
   end if;
   if cardinality(p_ids) > 1 then
-    select array_agg(x.id) filter (where x.n = 1 or x.load <= 2500/* gated_at_once */),
-      array_agg(x.id) filter (where x.n > 1 and x.load > 2500/* gated_at_once */)
+    select array_agg(x.id) filter (where x.n = 1 or x.load <= 5000/* gated_at_once */),
+      array_agg(x.id) filter (where x.n > 1 and x.load > 5000/* gated_at_once */)
     into v_ids, v_left
     from (
-      select u.id, row_number() over by_id as n,
-        sum(1 + coalesce(cardinality(j.keys), 0) + coalesce(cardinality(j.needs), 0)) over by_id as load
+      select u.id, row_number() over by_place as n,
+        sum(1 + coalesce(cardinality(j.keys), 0) + coalesce(cardinality(j.needs), 0)) over by_place as load
       from unnest(p_ids) u (id)
-      cross join lateral (select j.keys, j.needs from queue.job j where j.id = u.id offset 0) j
-      window by_id as (order by u.id rows unbounded preceding)) x;
+      cross join lateral (
+        select j.keys, j.needs, case when j.flags & 1/* ordered */ = 0 then -j.priority::bigint end as place,
+          coalesce(j.deadline, 'infinity') as deadline
+        from queue.job_now j where j.id = u.id offset 0) j
+      window by_place as (
+        order by j.place nulls first, case when j.place is not null then j.deadline end, u.id
+        rows unbounded preceding)) x;
   end if;
   perform queue._admit_gated(v_ids);
   return v_left;
@@ -11680,20 +11718,24 @@ begin
     from queue._admit_backlog(p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause or p_singly) b;
     v_move := true;
   end if;
+  if v_new.has_backlog then
+    v_gated := v_gated || queue._unpark();
+  end if;
   -- all at once, so that jobs of one lock come in the order of ids; before turns are passed on
   if v_gated is not null then
     v_parked := v_parked || queue._admit_all_gated(v_gated, p_singly);
   end if;
   if v_parked is not null then
     v_has_backlog := true;
-    insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_parked) u (id);
+    perform queue._park(v_parked);
   end if;
   if v_new.has_pending then
     perform queue._settle_all(v_ended.ids, v_ended.kinds, v_ended.flags, p_singly);
   end if;
   if v_is_read then
     v_has_backlog := queue._admit_parked(p_slice, p_singly) > 0 or exists (select from queue.backlog)
-      or exists (select from queue.backlog_part) or v_retags;
+      or exists (select from queue.backlog_part) or v_retags
+      or exists (select from queue.waiting w where w.reason = 'parked');
   end if;
   v_due := v_new.due_at;
   if v_new.due_at > v_start or v_new.next_due <= v_start or v_new.next_run <= v_start then
@@ -11863,7 +11905,8 @@ begin
   return case when v_n >= p_slice then v_at else v_now end;
 end $$;
 
--- Admits jobs that were parked while there was a backlog, in the order of ids, and returns their number.
+-- Admits jobs with ordered locks that were parked while there was a backlog, in the order of ids, and returns
+-- their number.
 create or replace function queue._admit_parked(p_slice integer, p_singly boolean)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -11872,13 +11915,13 @@ declare
 begin
   with parked as (
     delete from queue.waiting w
-    where w.ctid = any (array(select p.ctid from queue.waiting p where p.reason = 'parked'
-      order by p.id limit p_slice))
+    where w.ctid = any (array(select p.ctid from queue.waiting p
+      where p.reason = 'parked' and p.weight is null order by p.id limit p_slice))
     returning w.id)
   select array_agg(p.id) into v_ids from parked p;
   if v_ids is not null then
     v_left := queue._admit_all_gated(v_ids, p_singly);
-    insert into queue.waiting (id, reason) select u.id, 'parked' from unnest(v_left) u (id);
+    perform queue._park(v_left);
   end if;
   return coalesce(cardinality(v_ids), 0);
 end $$;
@@ -20188,7 +20231,9 @@ begin
   if v_job.gate = 'task_paused' then
     return format('its task %s is paused%s', v_job.task, queue._why_until(v_job.at));
   elsif v_job.gate = 'parked' then
-    return 'a large backlog is being admitted, which may contain older jobs of its lock';
+    return case when exists (select from queue.waiting w where w.id = why.id and w.weight is null)
+      then 'a large backlog is being admitted, which may contain older jobs of its lock'
+      else 'many jobs with keys or needs are being admitted, the most urgent first' end;
   elsif v_job.gate = 'moving' then
     return 'its key is moving to another shard';
   elsif v_job.gate = 'slot' then

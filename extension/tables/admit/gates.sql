@@ -2,7 +2,7 @@
 -- need changes (admit/needs.sql). For a job that waits for a slot, the row has the columns of
 -- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
 -- the first job of a lane that waits for a key's rate: when the rate allows more starts; weight: how many
--- slots of the key it takes, NULL for 1; has_several: the job has several keys, and key is the first full
+-- slots of the key it takes, NULL for 1 (of a parked job: _park); has_several: the job has several keys, and key is the first full
 -- one; task: the job's.
 create table queue.waiting (
   id bigint not null,
@@ -37,6 +37,8 @@ where left(reason, 4) = 'slot' and weight is not null;
 create index waiting_rate_idx on queue.waiting (lane) where reason = 'slot' and at is not null;
 
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
+
+create index waiting_unpark_idx on queue.waiting (weight, id) where reason = 'parked' and weight is not null;
 
 -- All unfinished jobs that have a lock. The first by id has the turn (has_turn is set only if the job's
 -- position does not show this, see admit/locks.sql). is_passed: the job waits for nothing but its turn.

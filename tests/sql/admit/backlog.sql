@@ -1,6 +1,6 @@
 -- The backlog: urgent jobs do not wait behind it, and locks keep their order across it.
 
-select plan(23);
+select plan(31);
 
 \ir admission.helpers.psql
 
@@ -57,18 +57,39 @@ select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'many', 'qu
 select is((select max(f.priority) from queue.fetch(:worker, '{bands}', 1) f), 3000, 'the same with 3,000 priorities');
 select queue.delete_queue('outage', true), queue.delete_queue('bands', true) \g /dev/null
 
--- Jobs with many keys: an admission takes fewer of them, in the order of ids, and another job does not wait for all.
-select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'keys', 'queue', 'keys', 'options', jsonb_build_object('concurrency',
-  (select jsonb_agg(jsonb_build_object('key', n || '.' || k, 'limit', 1)) from generate_series(1, 100) k)))) from generate_series(1, 60) n)) \g /dev/null
-select is((select count(*) from queue.fetch(:worker, '{keys}', 1)), 1::bigint, 'jobs with 6,000 keys: the first of them runs');
-select is((select count(*) || ' ' || max(w.id) - min(w.id) from queue.waiting w where w.reason = 'parked'), '36 35', 'the last ones wait for another admission');
-select is((select max(w.id) from queue.waiting w where w.reason = 'parked'), (select max(j.id) from queue.jobs j), 'in the order of ids');
+-- Jobs with many keys: an admission takes fewer of them, the most urgent first, and other jobs do not wait for all.
+create function pg_temp.with_keys(task text, jobs integer, keys integer, priority integer) returns jsonb language sql as $$
+  select jsonb_agg(jsonb_build_object('task', task, 'queue', 'keys', 'priority', priority, 'options', jsonb_build_object('concurrency',
+    (select jsonb_agg(jsonb_build_object('key', concat_ws('.', task, n, k), 'limit', 1)) from generate_series(1, keys) k)))) from generate_series(1, jobs) n
+$$;
+create function pg_temp.tasks(max_jobs integer) returns text language plpgsql as $$
+begin
+  return (select string_agg(distinct f.task, ' ') from queue.fetch((select max(w.id) from queue.workers w), '{keys}', max_jobs) f);
+end $$;
+create function pg_temp.parked() returns bigint language sql as $$select count(*) from queue.waiting w where w.reason = 'parked'$$;
+select queue.defer_many(pg_temp.with_keys('heavy', 60, 100, 0) || pg_temp.with_keys('urgent', 1, 1, 7)) \g /dev/null
+select is(pg_temp.tasks(1), 'urgent', 'jobs with 6,000 keys: the most urgent comes first');
+select is(pg_temp.parked(), 11::bigint, 'the last ones wait for another admission');
+select is((select max(w.id) - min(w.id) from queue.waiting w where w.reason = 'parked'), 10::bigint, 'by id');
+select is((select distinct queue.why(w.id) from queue.waiting w where w.reason = 'parked'), 'many jobs with keys or needs are being admitted, the most urgent first', 'and say so');
 select queue.defer('mine', queue => 'mine') \g /dev/null
 select pg_sleep(0.011) \g /dev/null
-select is((select count(*) from queue.fetch(:worker, '{mine}', 1)), 1::bigint, 'and later jobs do not wait for them');
+select is((select count(*) from queue.fetch(:worker, '{mine}', 1)), 1::bigint, 'later jobs do not wait for them');
 select queue.tick(), queue.tick() \g /dev/null
-select is((select count(*) from queue.active_job aj join queue.job j on j.id = aj.id where j.task = 'keys'), 60::bigint, 'all come in');
+select is((select count(*) from queue.active_job aj join queue.job j on j.id = aj.id where j.task = 'heavy'), 60::bigint, 'all come in');
 select queue.delete_queue('keys', true), queue.delete_queue('mine', true) \g /dev/null
+-- during a backlog of less urgent jobs: before its end
+select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'low', 'queue', 'keys', 'priority', -1)) from generate_series(1, 5000) n)) \g /dev/null
+select is(pg_temp.tasks(1), 'low', 'a backlog');
+select queue.defer_many(pg_temp.with_keys('heavy', 60, 100, 0) || pg_temp.with_keys('urgent', 1, 1, 7)) \g /dev/null
+select pg_sleep(0.011) \g /dev/null
+select is(pg_temp.tasks(1), 'urgent', 'the most urgent of later ones does not wait for it');
+select is(pg_temp.parked(), 11::bigint, 'others are parked');
+select is(pg_temp.tasks(5), 'heavy', 'those that are not come next');
+select is(pg_temp.tasks(50), 'heavy', 'then the parked ones');
+select is(pg_temp.parked(), 0::bigint, 'all of them');
+select isnt_empty('select * from queue.backlog_part', 'before the end of the backlog');
+select queue.delete_queue('keys', true) \g /dev/null
 
 -- Ordered locks across a backlog: creation order, although later transactions are admitted first
 select queue.defer_many((select jsonb_agg(jsonb_build_object('task', 'lock ' || n % 3, 'lock', 'l' || n % 3, 'priority', n % 5)) from generate_series(1, 300) n)) \g /dev/null
