@@ -114,8 +114,8 @@ create or replace function queue._how_to_fit(tables text)
 returns text language plpgsql immutable parallel safe security invoker as $$
 begin
   return case when tables = any (queue._versions()) then 'Run SELECT queue.migrate().'
-    when string_to_array(substring(tables from '^[0-9.]*[0-9]'), '.')::integer[]
-      > string_to_array(substring('@VERSION@' from '^[0-9.]*[0-9]'), '.')::integer[]
+    when string_to_array(substring(tables from '^[0-9.]*[0-9]'), '.')::numeric[]
+      > string_to_array(substring('@VERSION@' from '^[0-9.]*[0-9]'), '.')::numeric[]
       then 'Upgrade the code: pgdefer upgrade, or ALTER EXTENSION pgdefer UPDATE.'
     else 'Install a release in between first, one that can migrate these tables.' end;
 end $$;

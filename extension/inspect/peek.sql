@@ -74,5 +74,5 @@ begin
 end $$;
 comment on function queue.peek(text[], integer) is
   'Returns the jobs that fetch would claim next, in order. Changes nothing. It shows jobs even if a fetch'
-    ' will find that they wait for a key, a lock in mode mutex, or other shares. Sensitive args read *** for'
-    ' all but the owner.';
+    ' will find that they wait for a key, a lock in mode mutex, or other shares; and fewer of a queue at its'
+    ' limit whose jobs have just ended. Sensitive args read *** for all but the owner.';

@@ -3655,8 +3655,8 @@ create or replace function queue._how_to_fit(tables text)
 returns text language plpgsql immutable parallel safe security invoker as $$
 begin
   return case when tables = any (queue._versions()) then 'Run SELECT queue.migrate().'
-    when string_to_array(substring(tables from '^[0-9.]*[0-9]'), '.')::integer[]
-      > string_to_array(substring('0.1.0' from '^[0-9.]*[0-9]'), '.')::integer[]
+    when string_to_array(substring(tables from '^[0-9.]*[0-9]'), '.')::numeric[]
+      > string_to_array(substring('0.1.0' from '^[0-9.]*[0-9]'), '.')::numeric[]
       then 'Upgrade the code: pgdefer upgrade, or ALTER EXTENSION pgdefer UPDATE.'
     else 'Install a release in between first, one that can migrate these tables.' end;
 end $$;
@@ -20519,8 +20519,8 @@ begin
 end $$;
 comment on function queue.peek(text[], integer) is
   'Returns the jobs that fetch would claim next, in order. Changes nothing. It shows jobs even if a fetch'
-    ' will find that they wait for a key, a lock in mode mutex, or other shares. Sensitive args read *** for'
-    ' all but the owner.';
+    ' will find that they wait for a key, a lock in mode mutex, or other shares; and fewer of a queue at its'
+    ' limit whose jobs have just ended. Sensitive args read *** for all but the owner.';
 
 -- inspect/check.sql
 -- Invariants: queue.check() checks whether the tables agree with each other.
