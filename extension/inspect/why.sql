@@ -51,7 +51,7 @@ begin
   elsif v_job.gate = 'parked' then
     return case when exists (select from queue.waiting w where w.id = why.id and w.weight is null)
       then 'a large backlog is being admitted, which may contain older jobs of its lock'
-      else 'many jobs with keys or needs are being admitted, the most urgent first' end;
+      else 'a backlog of jobs with keys or needs is being admitted, the most urgent first' end;
   elsif v_job.gate = 'moving' then
     return 'its key is moving to another shard';
   elsif v_job.gate = 'slot' then

@@ -71,7 +71,7 @@ select queue.defer_many(pg_temp.with_keys('heavy', 60, 100, 0) || pg_temp.with_k
 select is(pg_temp.tasks(1), 'urgent', 'jobs with 6,000 keys: the most urgent comes first');
 select is(pg_temp.parked(), 11::bigint, 'the last ones wait for another admission');
 select is((select max(w.id) - min(w.id) from queue.waiting w where w.reason = 'parked'), 10::bigint, 'by id');
-select is((select distinct queue.why(w.id) from queue.waiting w where w.reason = 'parked'), 'many jobs with keys or needs are being admitted, the most urgent first', 'and say so');
+select is((select distinct queue.why(w.id) from queue.waiting w where w.reason = 'parked'), 'a backlog of jobs with keys or needs is being admitted, the most urgent first', 'and say so');
 select queue.defer('mine', queue => 'mine') \g /dev/null
 select pg_sleep(0.011) \g /dev/null
 select is((select count(*) from queue.fetch(:worker, '{mine}', 1)), 1::bigint, 'later jobs do not wait for them');
