@@ -583,8 +583,8 @@ create table queue.rate_start (
 -- need changes (admit/needs.sql). For a job that waits for a slot, the row has the columns of
 -- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
 -- the first job of a lane that waits for a key's rate: when the rate allows more starts; weight: how many
--- slots of the key it takes, NULL for 1 (of a parked job: _park); has_several: the job has several keys, and key is the first full
--- one; task: the job's.
+-- slots of the key it takes, NULL for 1; has_several: the job has several keys, and key is the first full
+-- one; task: the job's. For the weight of a parked job see _park (admit/gates.sql).
 create table queue.waiting (
   id bigint not null,
   at timestamptz,
@@ -11718,9 +11718,6 @@ begin
     from queue._admit_backlog(p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause or p_singly) b;
     v_move := true;
   end if;
-  if v_new.has_backlog then
-    v_gated := v_gated || queue._unpark();
-  end if;
   -- all at once, so that jobs of one lock come in the order of ids; before turns are passed on
   if v_gated is not null then
     v_parked := v_parked || queue._admit_all_gated(v_gated, p_singly);
@@ -11733,9 +11730,8 @@ begin
     perform queue._settle_all(v_ended.ids, v_ended.kinds, v_ended.flags, p_singly);
   end if;
   if v_is_read then
-    v_has_backlog := queue._admit_parked(p_slice, p_singly) > 0 or exists (select from queue.backlog)
-      or exists (select from queue.backlog_part) or v_retags
-      or exists (select from queue.waiting w where w.reason = 'parked');
+    v_has_backlog := queue._admit_parked(p_slice, p_singly) or exists (select from queue.backlog)
+      or exists (select from queue.backlog_part) or v_retags;
   end if;
   v_due := v_new.due_at;
   if v_new.due_at > v_start or v_new.next_due <= v_start or v_new.next_run <= v_start then
@@ -11836,8 +11832,8 @@ begin
           order by p.priority desc, p.no limit 1)) is not false);
 end $$;
 
--- Admits a slice of the most urgent parts of the backlog. gated, parked: as _admit_range; is_read: all of it
--- has been read; retags: lanes are left whose jobs need new tags.
+-- Admits a slice of the most urgent parts of the backlog, with parked jobs that may come in. gated, parked:
+-- as _admit_range; is_read: all of it has been read; retags: lanes are left whose jobs need new tags.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit_backlog(
   p_slice integer, p_high_id bigint, p_high_need_id bigint, p_has_task_pause boolean,
@@ -11849,6 +11845,7 @@ declare
   v_range record;
 begin
   retags := queue._retag(p_slice);
+  gated := queue._unpark();
   perform queue._scan_backlog(p_slice);
   n := 0;
   high_id := p_high_id;
@@ -11905,10 +11902,10 @@ begin
   return case when v_n >= p_slice then v_at else v_now end;
 end $$;
 
--- Admits jobs with ordered locks that were parked while there was a backlog, in the order of ids, and returns
--- their number.
+-- Admits jobs with ordered locks that were parked while there was a backlog, in the order of ids. Returns
+-- whether there were any, or other jobs are parked.
 create or replace function queue._admit_parked(p_slice integer, p_singly boolean)
-returns integer language plpgsql volatile parallel unsafe security invoker as $$
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[];
   v_left bigint[];
@@ -11923,7 +11920,7 @@ begin
     v_left := queue._admit_all_gated(v_ids, p_singly);
     perform queue._park(v_left);
   end if;
-  return coalesce(cardinality(v_ids), 0);
+  return v_ids is not null or exists (select from queue.waiting w where w.reason = 'parked');
 end $$;
 
 -- Admits jobs and runs schedules that are due by p_now. p_due_at: none is due before it; mark: the same from

@@ -2,8 +2,8 @@
 -- need changes (admit/needs.sql). For a job that waits for a slot, the row has the columns of
 -- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
 -- the first job of a lane that waits for a key's rate: when the rate allows more starts; weight: how many
--- slots of the key it takes, NULL for 1 (of a parked job: _park); has_several: the job has several keys, and key is the first full
--- one; task: the job's.
+-- slots of the key it takes, NULL for 1; has_several: the job has several keys, and key is the first full
+-- one; task: the job's. For the weight of a parked job see _park (admit/gates.sql).
 create table queue.waiting (
   id bigint not null,
   at timestamptz,
