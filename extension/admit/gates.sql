@@ -125,7 +125,8 @@ end $$;
 -- Parks new jobs: those with an ordered lock until all backlog has been read, as it may contain older jobs of
 -- the lock; others until one of the next admissions takes them (_unpark), for which weight is their priority
 -- with the other sign.
--- Locks: the caller holds the admission lock.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: while a job is parked, the cursor says
+-- that there is a backlog, so workers do not sleep, and each admission looks here.
 create or replace function queue._park(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

@@ -247,7 +247,7 @@ class AsyncManaging(Registry):
         """Create or change a schedule, a customer's for example; return its next run.
 
         No worker removes it, because the code does not define it. The same again changes nothing.
-        The arguments are checked if `task` is a Task, and no name.
+        The arguments are checked if `task` is a Task, and not a name.
         """
         what = f"the schedule {name!r}"
         named = task.name if isinstance(task, Task) else task
@@ -329,7 +329,7 @@ class AsyncManaging(Registry):
         force: bool = False,
         connection: AnyAsyncConnection = OWN,
     ) -> None:
-        """Move jobs to another queue. Raises the error of the first that is refused, after all."""
+        """Move jobs to another queue. Then raises the error of the first that was refused."""
         parameters = {"ids": ids_of(jobs), "queue": queue, "force": force}
         check_outcomes(await self.client.call_async(sql.MOVE, parameters, connection))
 

@@ -304,6 +304,19 @@ SET_PROGRESS = Statement("""
       cast(:message as text))
 """)
 
+# Calls of a running job that take effect at once, whatever becomes of its handler's transaction.
+AT_ONCE = (
+    EXTEND,
+    FINISH_STEP,
+    FINISH_STEPS,
+    FAIL_STEP,
+    SLEEP,
+    WAIT,
+    AWAIT_JOBS,
+    EMIT,
+    SET_PROGRESS,
+)
+
 # Waiting for results
 
 RESULT = Statement("""

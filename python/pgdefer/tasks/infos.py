@@ -240,7 +240,7 @@ class HealthCheck:
 
 
 def with_json(kind: type[Info], row: Sequence[Any]) -> Info:
-    """Return an answer of which those columns are JSON text that are Mappings or Any."""
+    """Return a row as this kind; columns of Mapping and Any fields come as JSON text."""
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
     return kind(
         *(

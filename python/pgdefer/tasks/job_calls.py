@@ -55,8 +55,8 @@ class JobCalls(Generic[R_co]):
     def info(self, *, connection: AnyConnection = OWN) -> JobDetails:
         """Return its columns of queue.jobs, with its args and result.
 
-        These are decoded; but the args as they are stored, without the task's defaults. Raises
-        DecodeError if that fails.
+        Both are decoded. The args are as they are stored, without the task's defaults. Raises
+        DecodeError if a value can't be decoded.
         """
         rows = self.client.call(sql.JOB_DETAILS, {"id": self.id}, connection)
         if not rows:

@@ -54,8 +54,8 @@ class AsyncJobCalls(Generic[R_co]):
     async def info_async(self, *, connection: AnyAsyncConnection = OWN) -> JobDetails:
         """Return its columns of queue.jobs, with its args and result.
 
-        These are decoded; but the args as they are stored, without the task's defaults. Raises
-        DecodeError if that fails.
+        Both are decoded. The args are as they are stored, without the task's defaults. Raises
+        DecodeError if a value can't be decoded.
         """
         rows = await self.client.call_async(sql.JOB_DETAILS, {"id": self.id}, connection)
         if not rows:

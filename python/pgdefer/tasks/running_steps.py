@@ -26,8 +26,8 @@ _around: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar(
 class RunningSteps:
     """The steps of a run that have begun and not ended, and the call that ends its claim.
 
-    What `..._async` tells coroutines, the other tells functions: those can't wait for coroutines
-    of their own event loop, which they stop.
+    Coroutines ask the methods named ..._async, functions the others. A function in an event loop
+    stops that loop, so it does not wait for what the loop would run.
     """
 
     __slots__ = ("_ending", "_owners", "_resting")

@@ -38,18 +38,6 @@ CHANGES = (
 )
 # These only read, and are not refused: they need no savepoint.
 READS = (sql.DEFERRED, sql.CLOCK)
-# Of a running job: in production these are on another connection than a handler's transaction.
-APART = (
-    sql.EXTEND,
-    sql.FINISH_STEP,
-    sql.FINISH_STEPS,
-    sql.FAIL_STEP,
-    sql.SLEEP,
-    sql.WAIT,
-    sql.AWAIT_JOBS,
-    sql.EMIT,
-    sql.SET_PROGRESS,
-)
 
 
 class CallsApart:
@@ -76,5 +64,5 @@ class CallsApart:
 
     def note(self, statement: sql.Statement, parameters: Mapping[str, Any]) -> None:
         """Record a call that has been made."""
-        if self._is_on and statement in APART:
+        if self._is_on and statement in sql.AT_ONCE:
             self.made.append((statement, parameters))

@@ -92,6 +92,17 @@ def app(shop: str) -> DjangoApp:
 
 
 @pytest.fixture
+def own_tasks(app: DjangoApp) -> Iterator[None]:
+    """Forget the tasks of a test, after it."""
+    tasks, defaults = dict(app.tasks), dict(app.client.defaults)
+    yield
+    app.tasks.clear()
+    app.tasks.update(tasks)
+    app.client.defaults.clear()
+    app.client.defaults.update(defaults)
+
+
+@pytest.fixture
 def drain(app: DjangoApp) -> Callable[..., None]:
     """Run jobs until none is left that would start by itself."""
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -19,20 +19,9 @@ from pgdefer import JobContext, Retry, StepFailed, current_job
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Attempt, Job
 
-pytestmark = pytest.mark.client
+pytestmark = [pytest.mark.client, pytest.mark.usefixtures("own_tasks")]
 
 SHORT = dt.timedelta(milliseconds=50)
-
-
-@pytest.fixture(autouse=True)
-def _own_tasks(app: DjangoApp) -> Iterator[None]:
-    """Forget the tasks of a test, after it."""
-    tasks, defaults = dict(app.tasks), dict(app.client.defaults)
-    yield
-    app.tasks.clear()
-    app.tasks.update(tasks)
-    app.client.defaults.clear()
-    app.client.defaults.update(defaults)
 
 
 def order(customer: str = "Ann") -> Order:

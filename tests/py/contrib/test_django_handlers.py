@@ -30,18 +30,7 @@ from support import ROOT, create_database, install
 
 from .conftest import PROJECT, use
 
-pytestmark = pytest.mark.client
-
-
-@pytest.fixture(autouse=True)
-def _own_tasks(app: DjangoApp) -> Iterator[None]:
-    """Forget the tasks of a test, after it."""
-    tasks, defaults = dict(app.tasks), dict(app.client.defaults)
-    yield
-    app.tasks.clear()
-    app.tasks.update(tasks)
-    app.client.defaults.clear()
-    app.client.defaults.update(defaults)
+pytestmark = [pytest.mark.client, pytest.mark.usefixtures("own_tasks")]
 
 
 def order(customer: str = "Ann") -> Order:

@@ -24,23 +24,9 @@ from pgdefer.options import JobOptions
 
 __all__ = ["DjangoClient"]
 
-# Calls of a running job that take effect at once, on a connection of the client's own. In a block
-# of atomic() they would be rolled back with it: by an error, or by the JobSuspended of a sleep,
-# whose claim has ended.
-_APART = (
-    sql.EXTEND,
-    sql.NEEDS,
-    sql.BEGIN_STEP,
-    sql.FINISH_STEP,
-    sql.FINISH_STEPS,
-    sql.FAIL_STEP,
-    sql.READ_STEPS,
-    sql.SLEEP,
-    sql.WAIT,
-    sql.AWAIT_JOBS,
-    sql.EMIT,
-    sql.SET_PROGRESS,
-)
+# Calls on a connection of the client's own: those that need psycopg's loaders, and those that a
+# block of atomic() would roll back with it, by an error or by the JobSuspended of a sleep.
+_APART = (*sql.AT_ONCE, sql.NEEDS, sql.BEGIN_STEP, sql.READ_STEPS)
 
 
 def _is_apart(statement: sql.Statement, connection: CallersConnection) -> bool:
