@@ -445,7 +445,7 @@ class Machine(RuleBasedStateMachine):
             return
         since = job.steps.get((name, 1))
         if since is None or not since.is_finished:
-            with self.refused("22023"):
+            with self.refused("QJ009"):
                 self.call("fork", job.id, name)
             return
         ((id,),) = self.call("fork", job.id, name)
