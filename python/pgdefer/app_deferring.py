@@ -17,7 +17,7 @@ from pgdefer.tasks.open_group import OpenGroup
 from pgdefer.tasks.prepared import prepare
 from pgdefer.tasks.prepared_job import PreparedJob, check_prepared
 from pgdefer.tasks.registry import Registry
-from pgdefer.tasks.submit import submit, submit_chain, submit_many
+from pgdefer.tasks.submit import submit, submit_many
 
 __all__ = ["Deferring"]
 
@@ -49,7 +49,7 @@ class Deferring(Registry):
         self, calls: Iterable[PreparedJob[Any]], *, connection: AnyConnection = OWN
     ) -> list[Job[Any]]:
         """Defer jobs, each of which needs the one before it."""
-        return submit_chain(self.client, check_prepared(calls), connection)
+        return submit_many(self.client, check_prepared(calls), connection, sql.DEFER_CHAIN)
 
     def publish(
         self,

@@ -16,7 +16,7 @@ from pgdefer.tasks.open_group import OpenGroup
 from pgdefer.tasks.prepared import prepare
 from pgdefer.tasks.prepared_job import PreparedJob, check_prepared
 from pgdefer.tasks.registry import Registry
-from pgdefer.tasks.submit_async import submit_async, submit_chain_async, submit_many_async
+from pgdefer.tasks.submit_async import submit_async, submit_many_async
 
 __all__ = ["AsyncDeferring"]
 
@@ -48,7 +48,9 @@ class AsyncDeferring(Registry):
         self, calls: Iterable[PreparedJob[Any]], *, connection: AnyAsyncConnection = OWN
     ) -> list[Job[Any]]:
         """Defer jobs, each of which needs the one before it."""
-        return await submit_chain_async(self.client, check_prepared(calls), connection)
+        return await submit_many_async(
+            self.client, check_prepared(calls), connection, sql.DEFER_CHAIN
+        )
 
     async def publish_async(
         self,

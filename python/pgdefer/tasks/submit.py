@@ -19,7 +19,6 @@ from pgdefer.tasks.prepared_job import PreparedJob, jobs_json
 
 __all__ = [
     "submit",
-    "submit_chain",
     "submit_group",
     "submit_many",
 ]
@@ -43,29 +42,18 @@ def submit(client: Client, call: PreparedJob[R], connection: CallersConnection) 
 
 
 def submit_many(
-    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection
+    client: Client,
+    calls: Sequence[PreparedJob[Any]],
+    connection: CallersConnection,
+    statement: sql.Statement = sql.DEFER_MANY,
 ) -> list[Job[Any]]:
-    """Defer many jobs at once, all or none."""
+    """Defer many jobs at once, all or none; with sql.DEFER_CHAIN each needs the one before it."""
     if not calls:
         return []
     tasks = [call.task for call in calls]
     with deferring(client, calls) as deferral:
         parameters = {"jobs": jobs_json(calls)}
-        rows = client.call(sql.DEFER_MANY, parameters, connection, tasks=tasks)
-        jobs: list[Job[Any]] = [Job(row[0], client) for row in rows]
-        if deferral is not None:
-            deferral.jobs.extend(jobs)
-    return jobs
-
-
-def submit_chain(
-    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection
-) -> list[Job[Any]]:
-    """Defer jobs, each of which needs the one before it."""
-    tasks = [call.task for call in calls]
-    with deferring(client, calls) as deferral:
-        parameters = {"jobs": jobs_json(calls)}
-        rows = client.call(sql.DEFER_CHAIN, parameters, connection, tasks=tasks)
+        rows = client.call(statement, parameters, connection, tasks=tasks)
         jobs: list[Job[Any]] = [Job(row[0], client) for row in rows]
         if deferral is not None:
             deferral.jobs.extend(jobs)

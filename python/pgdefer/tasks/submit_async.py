@@ -18,7 +18,6 @@ from pgdefer.tasks.prepared_job import PreparedJob, jobs_json
 
 __all__ = [
     "submit_async",
-    "submit_chain_async",
     "submit_group_async",
     "submit_many_async",
 ]
@@ -44,29 +43,18 @@ async def submit_async(
 
 
 async def submit_many_async(
-    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection
+    client: Client,
+    calls: Sequence[PreparedJob[Any]],
+    connection: CallersConnection,
+    statement: sql.Statement = sql.DEFER_MANY,
 ) -> list[Job[Any]]:
-    """Defer many jobs at once, all or none."""
+    """Defer many jobs at once, all or none; with sql.DEFER_CHAIN each needs the one before it."""
     if not calls:
         return []
     tasks = [call.task for call in calls]
     with deferring(client, calls) as deferral:
         parameters = {"jobs": jobs_json(calls)}
-        rows = await client.call_async(sql.DEFER_MANY, parameters, connection, tasks=tasks)
-        jobs: list[Job[Any]] = [Job(row[0], client) for row in rows]
-        if deferral is not None:
-            deferral.jobs.extend(jobs)
-    return jobs
-
-
-async def submit_chain_async(
-    client: Client, calls: Sequence[PreparedJob[Any]], connection: CallersConnection
-) -> list[Job[Any]]:
-    """Defer jobs, each of which needs the one before it."""
-    tasks = [call.task for call in calls]
-    with deferring(client, calls) as deferral:
-        parameters = {"jobs": jobs_json(calls)}
-        rows = await client.call_async(sql.DEFER_CHAIN, parameters, connection, tasks=tasks)
+        rows = await client.call_async(statement, parameters, connection, tasks=tasks)
         jobs: list[Job[Any]] = [Job(row[0], client) for row in rows]
         if deferral is not None:
             deferral.jobs.extend(jobs)

@@ -12,6 +12,7 @@ from pgdefer.client.client import Client
 from pgdefer.tasks.context import JobContext, enter_job, leave_job
 from pgdefer.tasks.need import Need
 from pgdefer.tasks.tries import Tries, called_within, called_within_async
+from pgdefer.worker.ending import LOST, STOPPED, TIMED_OUT
 
 __all__ = ["FakeJob", "fake_job"]
 
@@ -19,8 +20,7 @@ __all__ = ["FakeJob", "fake_job"]
 Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]
 
 # Those of the database, and a worker's own.
-_REASONS = ("cancelled", "moved", "failed", "done", "deleted", "retried", "timed out")
-_WORKERS_REASONS = ("the worker stops", "the claim was lost")
+_REASONS = ("cancelled", "moved", "failed", "done", "deleted", "retried", TIMED_OUT, STOPPED, LOST)
 
 
 class _NoClient:
@@ -119,9 +119,8 @@ class FakeJob(JobContext):
 
 
 def _check_reason(reason: str) -> None:
-    allowed = (*_REASONS, *_WORKERS_REASONS)
-    if reason not in allowed:
-        shown = ", ".join(map(repr, allowed))
+    if reason not in _REASONS:
+        shown = ", ".join(map(repr, _REASONS))
         raise ValueError(f"the reason to abort must be one of {shown}, not {reason!r}")
 
 

@@ -70,7 +70,9 @@ def test_the_page(tmp_path: Path, environment: dict[str, str]) -> None:
     reader = Reader(tmp_path, environment)
     page = (ROOT / "docs" / "django.md").read_text("utf-8")
     output: str | None = ""
-    for match in BLOCK.finditer(page):
+    blocks = list(BLOCK.finditer(page))
+    assert blocks
+    for match in blocks:
         language, text = match.groups()
         line = page.count("\n", 0, match.start()) + 1
         if language == "text":

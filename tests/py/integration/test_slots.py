@@ -41,7 +41,6 @@ async def test_slots_for_urgent_jobs(app: App, jobs: Jobs) -> None:
             await task.defer_async(f"plain {n}")
         await until(lambda: len(running_now) == 3)
         await asyncio.sleep(0.1)
-        assert not any(name.startswith("urgent") for name in running_now)
         assert len(running_now) == 3
         for n in range(3):
             await urgent.defer_async(f"urgent {n}")

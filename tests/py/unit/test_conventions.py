@@ -76,10 +76,10 @@ def test_statements_only_call_the_queue() -> None:
 
 
 def test_every_error_of_the_contract_has_its_class() -> None:
-    codes = ["QJ001", "QJ002", "QJ003", "QJ004", "QJ005", "QJ006", "QJ007", "QJ008", "QJ090"]
-    kinds = [errors.SQLSTATES[code] for code in (*codes, "22023")]
+    codes = [*(f"QJ00{n}" for n in range(1, 10)), "QJ090", "22023"]
+    kinds = [errors.SQLSTATES[code] for code in codes]
     assert len(set(kinds)) == len(kinds)
-    assert all(kind.sqlstate == code for kind, code in zip(kinds, codes, strict=False))
+    assert [kind.sqlstate for kind in kinds] == codes
     assert all(kind.__name__ in pgdefer.__all__ for kind in kinds)
 
 
