@@ -61,6 +61,9 @@ class StepCalls:
     def _is_here(self) -> bool:
         raise NotImplementedError
 
+    def _log_fields(self) -> dict[str, object]:
+        raise NotImplementedError
+
     # Steps
 
     @overload
@@ -185,9 +188,8 @@ class StepCalls:
                     rows = self.client.call(sql.FAIL_STEP, parameters, connection)
                 ((state, outcome),) = rows
             if state is not None:
-                log.info(
-                    "job %s: its step %s failed, the job is %s: %s", self.id, key, state, error
-                )
+                said = "%r: its step %s failed, the job is %s: %s"
+                log.info(said, self, key, state, error, extra=self._log_fields())
                 self.steps.ended_as = (outcome, state)
                 raise JobSuspended from error
         failed = StepFailed(key, parameters["error"])
@@ -275,7 +277,8 @@ class StepCalls:
         with running.resting():
             time.sleep(0)  # what was made together with this call begins
             if self._is_here() and not _until(running.may_end):
-                log.warning("job %s: its run ends, though steps beside this call go on", self.id)
+                said = "%r: its run ends, though steps beside this call go on"
+                log.warning(said, self, extra=self._log_fields())
             self._check_claim()
             with running.ending():
                 self._store_kept()

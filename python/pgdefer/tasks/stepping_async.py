@@ -61,6 +61,9 @@ class AsyncStepCalls:
     def _is_here(self) -> bool:
         raise NotImplementedError
 
+    def _log_fields(self) -> dict[str, object]:
+        raise NotImplementedError
+
     # Steps
 
     @overload
@@ -187,9 +190,8 @@ class AsyncStepCalls:
                     rows = await self.client.call_async(sql.FAIL_STEP, parameters, connection)
                 ((state, outcome),) = rows
             if state is not None:
-                log.info(
-                    "job %s: its step %s failed, the job is %s: %s", self.id, key, state, error
-                )
+                said = "%r: its step %s failed, the job is %s: %s"
+                log.info(said, self, key, state, error, extra=self._log_fields())
                 self.steps.ended_as = (outcome, state)
                 raise JobSuspended from error
         failed = StepFailed(key, parameters["error"])
@@ -279,7 +281,8 @@ class AsyncStepCalls:
         with running.resting():
             await asyncio.sleep(0)  # what was made together with this call begins
             if self._is_here() and not await _until_async(running.may_end_async):
-                log.warning("job %s: its run ends, though steps beside this call go on", self.id)
+                said = "%r: its run ends, though steps beside this call go on"
+                log.warning(said, self, extra=self._log_fields())
             await self._check_claim_async()
             with running.ending():
                 await self._store_kept_async()

@@ -127,7 +127,8 @@ class Completer:
             try:
                 await self.send(connection, [(claim, text)])
             except psycopg.Error as error:
-                log.error("the outcome of %r was refused: %s", job, describe(error))
+                said = "the outcome of %r was refused: %s"
+                log.error(said, job, describe(error), extra=job._log_fields())
                 if self._may_be_taken_later(claim, error):
                     self.add(claim, outcome)
                     return
@@ -145,7 +146,8 @@ class Completer:
         undecided = outcomes.without_decision(outcome)
         if undecided is not None:
             outcome, decision = undecided
-            log.error("%r fails without its decision: %s", job, decision[:1000])
+            said = "%r fails without its decision: %s"
+            log.error(said, job, decision[:1000], extra=job._log_fields())
             yield outcome
         bare = outcomes.without_steps(outcome)
         if bare != outcome:
@@ -195,7 +197,8 @@ class Completer:
             try:
                 rows = await connection.call(sql.HOW_ENDED, id=job.id, claim=job.claim)
             except psycopg.Error as error:
-                log.warning("%r ended before it was reported: %s", job, describe(error))
+                said = "%r ended before it was reported: %s"
+                log.warning(said, job, describe(error), extra=job._log_fields())
             else:
                 self._announce_end(claim, outcome, *rows[0])
             del self.too_late[0]
@@ -208,7 +211,7 @@ class Completer:
             self._announcer.taken(claim, outcome, state)
         else:
             said = "the outcome of %r was dropped: its claim has ended as %s, and the job is %s"
-            log.warning(said, claim.job, ended or "lost", state)
+            log.warning(said, claim.job, ended or "lost", state, extra=claim.job._log_fields())
 
 
 def may_be_taken_later(error: psycopg.Error) -> bool:

@@ -153,7 +153,8 @@ def failed(
         except JobTimeout:
             raise
         except BaseException:
-            log.exception("%r: what to do about its failure could not be decided", job)
+            said = "%r: what to do about its failure could not be decided"
+            log.exception(said, job, extra=job._log_fields())
             options = {}
     if isinstance(error, MemoryError) and memory.cap.was_hit:
         options.setdefault("reason", "memory")

@@ -277,7 +277,8 @@ class Executor:
         self.handler_begins(claim)
         claim.task = self._registry.tasks.get(job.task)
         if claim.task is not None and not claim.task.versions.understand(job._stored):
-            log.info("%r: %s", job, claim.task.versions.not_understood(job._stored))
+            said = claim.task.versions.not_understood(job._stored)
+            log.info("%r: %s", job, said, extra=job._log_fields())
             claim.task = None  # another worker knows its version
         assert self._runner_of is not None
         claim.runner = self._runner_of(claim)
@@ -315,7 +316,8 @@ class Executor:
         if job.id in self._running_jobs:
             # A call of the handler has ended that claim, and the handler is about to return; or the
             # claim was lost. To give this one back at once would be to get it again at once.
-            log.debug("%r waits for the end of an earlier run of it here", claim)
+            said = "%r waits for the end of an earlier run of it here"
+            log.debug(said, claim, extra=job._log_fields())
             self._beside.add(claim)
             asyncio.get_running_loop().call_later(BESIDE, self._give_back_beside, claim)
             return False

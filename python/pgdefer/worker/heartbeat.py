@@ -39,6 +39,7 @@ SHORTEST_LEASE = 15.0
 PATIENCE = 3.0
 # How long to wait for the row of a claim that is to be extended, in seconds, at most.
 ROW_PATIENCE = 1.0
+NOT_EXTENDED = "%r: its claim could not be extended: %s"
 
 Aborts = list[tuple[int, int, str]]
 
@@ -337,7 +338,8 @@ class Heartbeat:
             job = claim.job
             if claim not in self._late:
                 self._late.add(claim)
-                log.warning("%r outlives its timeout: its claim is extended until it ends", job)
+                said = "%r outlives its timeout: its claim is extended until it ends"
+                log.warning(said, job, extra=job._log_fields())
             try:
                 await connection.call(
                     sql.TRY_EXTEND,
@@ -347,14 +349,14 @@ class Heartbeat:
                     patience=self._patience,
                 )
             except ConnectionLost as error:
-                log.warning("%r: its claim could not be extended: %s", job, error)
+                log.warning(NOT_EXTENDED, job, error, extra=job._log_fields())
                 return
             except psycopg.Error as error:
                 if sqlstate_of(error) in ("QJ001", "QJ002"):
                     self.extend_after.pop(claim, None)
                     self._tell(self._on_lost, claim)
                 else:
-                    log.warning("%r: its claim could not be extended: %s", job, describe(error))
+                    log.warning(NOT_EXTENDED, job, describe(error), extra=job._log_fields())
                     if claim in self.extend_after:
                         self.extend_after[claim] = clock()  # next time after the others
 

@@ -127,6 +127,6 @@ def _opened(
         try:
             return stack.enter_context(pool.connection(waits=False, undo=True))
         except psycopg.OperationalError as error:
-            log.warning("%r waits for a connection: %s", job, error)
+            log.warning("%r waits for a connection: %s", job, error, extra=job._log_fields())
         time.sleep(waits.next())
         job.check_abort()

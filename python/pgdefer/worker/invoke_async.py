@@ -128,6 +128,6 @@ async def _opened_async(
         try:
             return await stack.enter_async_context(pool.connection(waits=False, undo=True))
         except psycopg.OperationalError as error:
-            log.warning("%r waits for a connection: %s", job, error)
+            log.warning("%r waits for a connection: %s", job, error, extra=job._log_fields())
         await asyncio.sleep(waits.next())
         job.check_abort()

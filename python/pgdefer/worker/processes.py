@@ -81,7 +81,8 @@ class Processes:
                 if _must_end(job, is_too_late):
                     return _ended(job, task)
         except Exception as error:
-            log.exception("no process could be started for %r", job)
+            said = "no process could be started for %r"
+            log.exception(said, job, extra=job._log_fields())
             return outcomes.crashed(job.id, job.claim, error)
         begun()
         result = process.receive()

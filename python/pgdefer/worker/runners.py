@@ -223,5 +223,6 @@ def submit(
 
 def internal_error(claim: Claim, error: BaseException) -> str:
     """Return an outcome for a job whose own outcome could not be made, so that no slot is lost."""
-    log.error("%r: its outcome could not be made", claim, exc_info=error)
+    said = "%r: its outcome could not be made"
+    log.error(said, claim, exc_info=error, extra=claim.job._log_fields())
     return outcomes.failed(claim.job.id, claim.job.claim, error)

@@ -89,7 +89,8 @@ class StreamRunner:
         if claim in self._executor.running:
             self._executor.end(claim, outcome)
         else:
-            log.warning("%r: its end comes too late, it was given back or has failed", claim)
+            said = "%r: its end comes too late, it was given back or has failed"
+            log.warning(said, claim, extra=claim.job._log_fields())
 
     # From any thread
 
@@ -111,7 +112,8 @@ class StreamRunner:
         """Record how a job has ended."""
         self.handed_out[claim] = None
         if not self._call_soon(self._take_end, claim, outcome):
-            log.warning("%r: its end comes too late, the worker has ended", claim)
+            said = "%r: its end comes too late, the worker has ended"
+            log.warning(said, claim, extra=claim.job._log_fields())
 
     def drop(self, claim: Claim) -> None:
         """Record that nobody has the job any more. Called wherever Python collects garbage."""

@@ -97,3 +97,12 @@ def test_every_refusal_in_rows_has_its_words() -> None:
         str(errors.refused(1, "ready", "QJ999"))
         == "the call was refused (QJ999) (id: 1, state: ready)"
     )
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.name)
+def test_records_about_a_job_have_its_fields(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("log."):
+            about = {ast.unparse(argument).split(".")[-1] for argument in node.args}
+            has_fields = "extra" in {keyword.arg for keyword in node.keywords}
+            assert has_fields or not about & {"job", "claim"}, f"{path.name}:{node.lineno}"
