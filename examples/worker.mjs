@@ -51,9 +51,12 @@ async function beat() {
     for (const { id, claim, reason } of await heart("select id, claim, reason from queue.heartbeat($1)", worker))
       running.get(`${id}.${claim}`)?.abort(reason);
     beatAt = now;
-    for (const { id, claim, lateAt } of running.values()) // it goes on after its timeout, and holds what it holds
-      if (lateAt < now) await heart("select queue.extend($1, $2, $3)", id, claim, `${DEAD_AFTER} s`);
   } catch (error) { if (error.code === "QJ007") hint(); } // the main connection learns of it, too
+}
+// Handlers that go on after their timeout hold what they hold; the claim would end 10 s after it.
+async function extendLate() {
+  for (const { id, claim, lateAt } of running.values())
+    if (lateAt + 2000 < performance.now()) await heart("select queue.extend($1, $2, $3)", id, claim, `${Math.max(DEAD_AFTER, 15)} s`).catch(() => {});
 }
 const report = (outcome) => { // to be sent with the next call
   outcomes.set(`${outcome.id}.${outcome.claim}`, outcome);
@@ -128,6 +131,7 @@ function stop() {
 }
 for (const signal of ["SIGTERM", "SIGINT", "SIGQUIT"]) process.on(signal, () => { stop(); if (signal === "SIGQUIT") stop(); });
 setInterval(() => worker && beat(), HEARTBEAT_EVERY * 1000);
+setInterval(extendLate, 3000);
 for (let lookAt = 0; ; ) {
   try {
     if (!worker) await register();

@@ -19,6 +19,9 @@ export default {
     writeFileSync(`${path}.began`, "");
     while (!existsSync(path)) await sleep(20, undefined, { signal });
   },
+  async stubborn({ path }) {
+    while (!existsSync(path)) await sleep(20);
+  },
   async crash({ path }) {
     if (existsSync(path)) return;
     writeFileSync(path, "");

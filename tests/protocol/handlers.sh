@@ -17,6 +17,7 @@ handle() {
     fail) member >&2; return 1 ;;
     fail_for_good) member >&2; return 65 ;;
     hold) touch "$path.began"; until [[ -e $path ]] || ! kill -0 "$WORKER_PID"; do sleep 0.02; done ;;
+    stubborn) until [[ -e $path ]] || ! kill -0 "$WORKER_PID"; do sleep 0.02; done ;;
     crash) if [[ ! -e $path ]]; then touch "$path"; kill -KILL "$WORKER_PID"; sleep 1; fi ;;
     again) if [[ ! -e $path ]]; then touch "$path"; echo '{"message": "not yet"}'; return 75; fi ;;
     again_after_none) echo '{"needs": [999999999999]}'; return 75 ;;

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
+import pytest
 from psycopg.types.json import Jsonb
 
 from .conftest import wait_for
@@ -65,6 +67,23 @@ def test_timeout(shared: Any) -> None:
     assert shared.attempts(id) == ["timed_out"]
     assert not job["error"].startswith("not done within its timeout")
     lives(shared)
+
+
+@pytest.mark.long
+def test_outlives_its_timeout(lab: Any) -> None:
+    """Its claim is kept until it ends, though heartbeats are 30 seconds apart."""
+    lab.start(HEARTBEAT_EVERY=30, DEAD_AFTER=60)
+    path = Path(lab.path())
+    id = lab.defer("stubborn", {"path": str(path)}, options={"timeout": "1 s"})
+    claimed_at = lab.reach(id, "running")["started_at"]
+    over = "select clock_timestamp() > %s::timestamptz + interval '13 s'"
+    # some can kill the handler
+    wait_for(lambda: lab.value(over, [claimed_at]) or lab.job(id)["state"] == "failed")
+    lab.conn.execute("select queue.reap()")
+    path.touch()
+    (job,) = lab.end(id)
+    assert not job["error"].startswith("not done within its timeout")
+    assert (lab.attempts(id), job["claims"]) == (["timed_out"], 1)
 
 
 def test_within_its_timeout(shared: Any) -> None:

@@ -6,6 +6,7 @@ python worker.py [QUEUE...]
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import enum
 import json
@@ -69,6 +70,13 @@ async def hold(path: str) -> None:
     Path(f"{path}.began").touch()  # noqa: ASYNC240 (a moment)
     while not Path(path).exists():  # noqa: ASYNC110, ASYNC240 (another process makes it)
         await asyncio.sleep(0.02)
+
+
+@app.task(name="stubborn")
+async def stubborn(path: str) -> None:
+    while not Path(path).exists():  # noqa: ASYNC240 (another process makes it)
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0.02)
 
 
 @app.task(name="crash")
