@@ -95,7 +95,7 @@ begin
     elsif p_concurrency_key is null then
       perform queue._check_concurrency(null, p_concurrency_limit, null);
       v_keys := v_task.keys;
-      v_limits := v_task.limits;
+      v_limits := case when v_keys is not null then v_task.limits end;
       if p_concurrency_limit is not null and v_limits is not null then
         v_limits[1] := p_concurrency_limit;
       end if;

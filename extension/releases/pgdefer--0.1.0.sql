@@ -4211,6 +4211,9 @@ begin
   select k.keys, k.limits, k.terms into v_keys, v_limits, v_terms
   from queue._check_concurrency(v_defaults ->> 'concurrency_key',
     (v_defaults ->> 'concurrency_limit')::integer, v_options -> 'concurrency') k;
+  if v_keys is null and v_defaults ->> 'concurrency_limit' is not null then
+    v_limits := array[(v_defaults ->> 'concurrency_limit')::integer];  -- for calls that give a key
+  end if;
   select t.defaults into v_before from queue.task t
   where t.name = register_task.name for no key update;
   insert into queue.task as t (name, queue, priority, lock, queueing_lock, deadline, keys, limits, options,
@@ -4795,7 +4798,7 @@ begin
     elsif p_concurrency_key is null then
       perform queue._check_concurrency(null, p_concurrency_limit, null);
       v_keys := v_task.keys;
-      v_limits := v_task.limits;
+      v_limits := case when v_keys is not null then v_task.limits end;
       if p_concurrency_limit is not null and v_limits is not null then
         v_limits[1] := p_concurrency_limit;
       end if;

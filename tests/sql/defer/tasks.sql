@@ -1,6 +1,6 @@
 -- Tasks: registered defaults, and refusals.
 
-select plan(83);
+select plan(85);
 
 select lives_ok($$select queue.register_task('plain')$$, 'a task without defaults');
 select lives_ok($$select queue.register_task('plain', null)$$, 'NULL for no defaults');
@@ -37,6 +37,11 @@ select is((select j.limits from queue.job j where j.id = :id), null, 'the limit 
 
 select queue.defer('full', '{"n": 4}', concurrency_key => 'other') as id \gset
 select is((select j.limits from queue.job j where j.id = :id), '{3}', 'a key of the call''s own has the registered limit');
+select queue.register_task('limit only', '{"concurrency_limit": 4}');
+select queue.defer('limit only', concurrency_key => 'other') as id \gset
+select is((select row (j.keys, j.limits)::text from queue.job j where j.id = :id), '({other},{4})', 'also if the task has a limit and no key');
+select queue.defer('limit only', concurrency_limit => 5) as id \gset
+select is((select row (j.keys, j.limits)::text from queue.job j where j.id = :id), '(,)', 'a limit alone limits nothing');
 select queue.defer('full', '{"n": 5}', concurrency_limit => 2) as id \gset
 select is((select (j.keys, j.limits)::text from queue.job j where j.id = :id), '("{""key 5""}",{2})', 'the registered key has a limit of the call''s own');
 
