@@ -25,9 +25,9 @@ begin
 end $$;
 comment on function queue.pause(text, timestamptz, text) is
   'Stops jobs in the queue (a name, prefix* or *; NULL: all) or of the task from starting until resumed,'
-    ' or until a time. Running jobs continue. Jobs keep their state, with reason paused; those of a paused'
-    ' task that waited for a lock or a limit are ready meanwhile. Returns the number of affected jobs, not'
-    ' counting running ones.';
+    ' or until a time. Running jobs continue. Jobs keep their state, and ready ones have the reason paused;'
+    ' those of a paused task that waited for a lock or a limit are ready meanwhile. Returns the number of'
+    ' affected jobs, not counting running ones.';
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 create or replace function queue.resume(queue text default null, task text default null)
