@@ -334,6 +334,8 @@ def test_each_call_on_a_job(login: Login, conn: Connection) -> None:
     assert "Hold: held" in act("hold").text
     assert "Unhold: ready" in act("unhold").text
     act("set_priority", priority="7")
+    assert "2998-01-01 00:00:00" in act("set_deadline", at="2998-01-01 00:00").text
+    act("set_deadline", at="")
     act("move", queue="other")
     act("set_args", args='{"n": 12345678901234567890.5}')
     text = act("reschedule", at="2999-01-01 00:00").text
@@ -356,8 +358,8 @@ def test_each_call_on_a_job(login: Login, conn: Connection) -> None:
         "select call from queue.audit where role = 'page_operator' order by id"
     ).fetchall()
     assert [call for (call,) in calls] == (
-        "hold unhold set_priority move set_args reschedule copy cancel retry fail_jobs done cancel"
-        " delete".split()
+        "hold unhold set_priority set_deadline set_deadline move set_args reschedule copy cancel retry"
+        " fail_jobs done cancel delete".split()
     )
 
 

@@ -121,6 +121,11 @@ _ALL = [
         Field("priority", "priority", "number", required=True),
     ),
     many(
+        "set_deadline(%(ids)s::bigint[], %(at)s::timestamptz)",
+        "Set the deadline",
+        Field("at", "at (UTC; empty: none)", "moment"),
+    ),
+    many(
         "move(%(ids)s::bigint[], %(queue)s, %(force)s)",
         "Move",
         Field("queue", "queue", required=True),
