@@ -13,7 +13,7 @@ begin
   perform queue._grants(grant_access.kind);
   perform queue._check_list('queues', grant_access.queues);
   if grant_access.queues = '{}' then
-    perform queue._invalid('queues is empty or contains NULL',
+    perform queue._invalid('queues is empty',
       'Name queues or prefix* patterns; pass NULL for all.');
   end if;
   perform queue._check_name('queue', q) from unnest(grant_access.queues) q;

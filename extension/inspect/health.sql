@@ -93,7 +93,7 @@ begin
   fix := case when v_facts.dead > 0 then {{do_due_work}}
               when v_facts.alive = 0 and v_is_waiting
                 then format('Wait: they have %s from then on to come back. If none does, start a worker:'
-                  ' pgdefer worker', v_facts.patience)
+                  ' pgdefer worker -A MODULE', v_facts.patience)
               when v_facts.alive = 0 then 'Start a worker: pgdefer worker -A MODULE' end;
   return next;
 

@@ -29,6 +29,6 @@ begin
 end $$;
 comment on function queue.list_jobs(bigint, integer) is
   'Returns jobs as in queue.jobs, oldest first, from the one that follows after: the last id of a page'
-    ' gives the next page. To plan a query of queue.jobs takes milliseconds; this keeps its plan. A'
-    ' transaction that deferred earlier may commit later, so a job with a smaller id may still appear.'
+    ' gives the next page. Planning a query of queue.jobs takes milliseconds; this keeps its plan.'
+    ' A transaction that deferred earlier may commit later, so a job with a smaller id may still appear.'
     ' Sensitive args (register_task) read *** for all but the owner.';

@@ -82,8 +82,9 @@ end $$;
 comment on function queue.configure_key(text, jsonb) is
   'Sets the limit and the rate {"limit", "per"} of the concurrency keys that match a name or prefix*; the'
     ' longest pattern applies. They override the limits and rates of jobs at once, also for running and'
-    ' waiting jobs. Absent options keep their value; null removes a limit or rate. To remove a rate and set'
-    ' it again forgets earlier starts, unless the jobs have a rate of their own. See queue.semaphores.';
+    ' waiting jobs. Absent options keep their value; null removes a limit or rate. Removing a rate and'
+    ' setting it again forgets earlier starts, unless the jobs have a rate of their own. See'
+    ' queue.semaphores.';
 
 -- Forgets which job has set the limit and the rate of a key, if that job is gone: any other may set them.
 -- Returns jobs that may do so at once: of each such key the newest that waits for a slot, and all that are

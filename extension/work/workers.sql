@@ -15,8 +15,9 @@ begin
 end $$;
 comment on function queue.register_worker(text, text[], jsonb) is
   'Registers a worker that serves the queues (names, prefix*, *; NULL: all) and returns its id.'
-    ' queue.workers shows info; its keys dead_after (interval, 30 s), listen (false: the worker only polls,'
-    ' as behind a transaction pooler) and session (true: see queue.work) have a meaning.';
+    ' queue.workers shows info; its keys client (its name and version: refused with QJ090 if it does not'
+    ' fit), dead_after (interval, 30 s), listen (false: the worker only polls, as behind a transaction'
+    ' pooler) and session (true: see queue.work) have a meaning.';
 
 -- Locks: the worker's row; its rows of queue.abort; then as _maintain, which waits for nothing: the answer is
 -- complete by then.
