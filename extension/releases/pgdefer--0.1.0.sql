@@ -9157,12 +9157,16 @@ begin
           d.is_satisfied
         from queue.need_now d where d.job_id = u.id offset 0) d) n
     cross join lateral (
-      select case when n.total = 0 or s.ignores_needs then 'satisfied'
-        when n.mode & 1/* any */ <> 0 then case when s.is_yielded
-        and n.open = 0 then 'satisfied'
+      select case
+        when n.total = 0 or s.ignores_needs then 'satisfied'
+        when n.mode & 1/* any */ <> 0 then case
+          when s.is_yielded and n.open = 0 then 'satisfied'
           when case when s.is_yielded then n.satisfied_open else n.satisfied end > 0 then 'satisfied'
-          when n.failed = n.total then 'failed' else 'waiting' end when n.satisfied = n.total then 'satisfied'
-            when n.failed > 0 and n.mode & 2/* proceed */ = 0 then 'failed' else 'waiting' end as base) b
+          when n.failed = n.total then 'failed'
+          else 'waiting' end
+        when n.satisfied = n.total then 'satisfied'
+        when n.failed > 0 and n.mode & 2/* proceed */ = 0 then 'failed'
+        else 'waiting' end as base) b
     cross join lateral (
       select case when b.base = 'satisfied' and n.awaited > 0 then 'waiting' else b.base end as standing) x;
 end $$;
