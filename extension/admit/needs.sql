@@ -49,14 +49,13 @@ end $$;
 create or replace function queue._wait_for_needs(p_ids bigint[], out passed bigint[], out failed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  with stand as materialized (select s.id, s.standing, s.holder from queue._needs_states(p_ids) s),
+  with state as materialized (select s.id, s.reason, s.holder from queue._needs_states(p_ids) s),
   wait as (
     insert into queue.waiting (id, reason, need_id)
-    select s.id, case s.standing when 'failed' then 'upstream_failed' else 'needs' end, s.holder from stand s
-      where s.standing <> 'satisfied')
-  select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
-    array_agg(s.id) filter (where s.standing = 'failed')
-  into passed, failed from stand s;
+    select s.id, s.reason, s.holder from state s where s.reason is not null)
+  select array_agg(s.id order by s.id) filter (where s.reason is null),
+    array_agg(s.id) filter (where s.reason = 'upstream_failed')
+  into passed, failed from state s;
 end $$;
 
 -- The state of jobs has changed: checks the jobs that need them. met: jobs that no longer wait, and are in no
@@ -169,41 +168,40 @@ create or replace function queue._recount_needs(p_ids bigint[], out met bigint[]
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ids bigint[];
-  v_standings text[];
+  v_reasons text[];
   v_holders bigint[];
 begin
-  select array_agg(s.id order by s.id) filter (where s.standing = 'satisfied'),
+  select array_agg(s.id order by s.id) filter (where s.reason is null),
     array_agg(s.id order by s.id) filter (where x.waits_otherwise),
-    array_agg(s.standing order by s.id) filter (where x.waits_otherwise),
+    array_agg(s.reason order by s.id) filter (where x.waits_otherwise),
     array_agg(s.holder order by s.id) filter (where x.waits_otherwise),
     array_agg(s.id) filter (where t.is_turned)
-  into met, v_ids, v_standings, v_holders, changed
+  into met, v_ids, v_reasons, v_holders, changed
   from queue._needs_states(p_ids) s
   cross join lateral (select w.reason, w.need_id from queue.waiting w where w.id = s.id offset 0) w
-  cross join lateral (select (w.reason = 'needs') = (s.standing = 'failed') as is_turned) t
+  cross join lateral (select w.reason <> coalesce(s.reason, 'needs') as is_turned) t
   cross join lateral (
-    select s.standing <> 'satisfied' and (t.is_turned or w.need_id is distinct from s.holder)
+    select s.reason is not null and (t.is_turned or w.need_id is distinct from s.holder)
       as waits_otherwise) x;
   update queue.waiting w
-  set reason = case v_standings[width_bucket(w.id, v_ids)] when 'failed' then 'upstream_failed'
-    else 'needs' end,
-    need_id = v_holders[width_bucket(w.id, v_ids)]
+  set reason = v_reasons[width_bucket(w.id, v_ids)], need_id = v_holders[width_bucket(w.id, v_ids)]
   where w.id = any (v_ids);
   delete from queue.waiting w where w.id = any (met);
 end $$;
 
--- The state of the needs of jobs, by counting: satisfied, waiting or failed. Awaited jobs need only end, but
--- all of them. After a yield, a job under any waits for one of its open needs. A need that was deleted
--- without success is not open, because it will never be satisfied. holder: the need that holds the job, NULL
--- if every change matters.
+-- The state of the needs of jobs, by counting. reason: why the job waits (queue.waiting): needs, or
+-- upstream_failed if they have failed; NULL if they are met. Awaited jobs need only end, but all of them.
+-- After a yield, a job under any waits for one of its open needs. A need that was deleted without success is
+-- not open, because it will never be satisfied. holder: the need that holds the job, NULL if every change
+-- matters.
 create or replace function queue._needs_states(p_ids bigint[])
-returns table (id bigint, standing text,
-  holder bigint) language plpgsql stable parallel safe security invoker rows 10 as $$
+returns table (id bigint, reason text, holder bigint)
+language plpgsql stable parallel safe security invoker rows 10 as $$
 begin
   return query
-    select u.id, x.standing,
-      case when x.standing = 'waiting' and not (n.mode & {{any}} <> 0 and n.awaited > 0) then n.last_pending
-        when x.standing = 'failed' and n.mode & {{any}} = 0 then n.last_failed end
+    select u.id, x.reason,
+      case when x.reason = 'needs' and not (n.mode & {{any}} <> 0 and n.awaited > 0) then n.last_pending
+        when x.reason = 'upstream_failed' and n.mode & {{any}} = 0 then n.last_failed end
     from unnest(p_ids) u (id)
     left join lateral (
       select s.ignores_needs, s.is_yielded
@@ -226,17 +224,16 @@ begin
         from queue.need_now d where d.job_id = u.id offset 0) d) n
     cross join lateral (
       select case
-        when n.total = 0 or s.ignores_needs then 'satisfied'
+        when n.total = 0 or s.ignores_needs then null
         when n.mode & {{any}} <> 0 then case
-          when s.is_yielded and n.open = 0 then 'satisfied'
-          when case when s.is_yielded then n.satisfied_open else n.satisfied end > 0 then 'satisfied'
-          when n.failed = n.total then 'failed'
-          else 'waiting' end
-        when n.satisfied = n.total then 'satisfied'
-        when n.failed > 0 and n.mode & {{proceed}} = 0 then 'failed'
-        else 'waiting' end as base) b
-    cross join lateral (
-      select case when b.base = 'satisfied' and n.awaited > 0 then 'waiting' else b.base end as standing) x;
+          when s.is_yielded and n.open = 0 then null
+          when case when s.is_yielded then n.satisfied_open else n.satisfied end > 0 then null
+          when n.failed = n.total then 'upstream_failed'
+          else 'needs' end
+        when n.satisfied = n.total then null
+        when n.failed > 0 and n.mode & {{proceed}} = 0 then 'upstream_failed'
+        else 'needs' end as reason) b
+    cross join lateral (select coalesce(b.reason, case when n.awaited > 0 then 'needs' end) as reason) x;
 end $$;
 
 -- Records the largest id that was ever needed, so that admission need not ask whether a newer job is needed.
@@ -279,16 +276,14 @@ declare
   v_taken record;
 begin
   for v_job in
-    select s.id, s.standing, s.holder from queue._needs_states(p_ids) s where s.standing <> 'satisfied'
+    select s.id, s.reason, s.holder from queue._needs_states(p_ids) s where s.reason is not null
     order by s.id
   loop
     v_taken := queue._dequeue_dependent(v_job.id);
     if v_taken.is_out then
       keys := keys || v_taken.keys;
-      insert into queue.waiting (id, reason, need_id)
-      values (v_job.id, case v_job.standing when 'failed' then 'upstream_failed' else 'needs' end,
-        v_job.holder);
-      failed := failed || array(select v_job.id where v_job.standing = 'failed');
+      insert into queue.waiting (id, reason, need_id) values (v_job.id, v_job.reason, v_job.holder);
+      failed := failed || array(select v_job.id where v_job.reason = 'upstream_failed');
     elsif exists (select from queue.active_job aj where aj.id = v_job.id and aj.claim is null) then
       -- a claim has locked its row, and may be rolled back
       insert into queue.pending_settlement (xid, job_id, kind, flags)

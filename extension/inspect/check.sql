@@ -142,12 +142,12 @@ returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
 begin
   return query
-    select 'waits for needs although they do not hold it'::text, w.id, format('%s: %s', w.reason, n.standing)
+    select 'waits for needs although they do not hold it'::text, w.id,
+      format('%s: %s', w.reason, coalesce(n.reason, 'met'))
     from (select array_agg(w.id) as ids from queue.waiting w where w.reason in ('needs', 'upstream_failed')) a
     cross join lateral queue._needs_states(a.ids) n
     join queue.waiting w on w.id = n.id
-    where n.standing <> case w.reason when 'needs' then 'waiting' else 'failed' end
-      and not queue._has_pending_settlement(w.id);
+    where n.reason is distinct from w.reason and not queue._has_pending_settlement(w.id);
   return query
     select 'names a need that does not hold it'::text, w.id, format('%s: %s', w.reason, w.need_id)
     from queue.waiting w
@@ -161,11 +161,11 @@ begin
            or coalesce(f.state, d.deleted_state) = 'succeeded')
       and not queue._has_pending_settlement(w.id);
   return query
-    select 'ready although its needs are not met'::text, n.id, n.standing
+    select 'ready although its needs are not met'::text, n.id, n.reason
     from (select array_agg(aj.id) as ids from queue.active_job aj
       where aj.claim is null and aj.flags & {{needs}} <> 0) a
     cross join lateral queue._needs_states(a.ids) n
-    where n.standing <> 'satisfied' and not queue._has_pending_settlement(n.id);
+    where n.reason is not null and not queue._has_pending_settlement(n.id);
   return query
     select 'needed, but not marked as needed'::text, aj.id, format('needed by %s', min(d.job_id))
     from queue.active_job aj join queue.need d on d.need_id = aj.id
