@@ -43,7 +43,7 @@ begin
     if v_active.claim is not null and cancel_children.abort then
       update queue.active_job aj set flags = aj.flags | {{aborting}} where aj.id = v_child.id;
       perform queue._notify_abort(v_child.id, v_active.claim, v_active.worker_id, 'cancelled');
-    elsif (select g.standing from queue._try_lock_job(v_child.id) g) = 'open' then
+    elsif (select g.situation from queue._try_lock_job(v_child.id) g) = 'open' then
       v_taken := queue._dequeue(v_child.id);
       v_keys := v_keys || v_taken.keys;
       v_ended := v_ended || v_child.id;

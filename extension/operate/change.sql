@@ -28,9 +28,9 @@ begin
   v_before := queue._jobs_before(move.ids);
   for v_job in select distinct u.id from unnest(move.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    continue when v_job.standing in ('missing', 'busy') or v_job.standing = 'running'
+    continue when v_job.situation in ('missing', 'busy') or v_job.situation = 'running'
       and move.force is not true;
-    if v_job.standing = 'running' then
+    if v_job.situation = 'running' then
       perform queue._end_attempt('{"outcome": "released", "error": "taken back by a move with force"}',
         v_job.id, v_job.claim, true);
       perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'moved');
@@ -69,7 +69,7 @@ begin
   v_before := queue._jobs_before(set_priority.ids, 'priority');
   for v_job in select distinct u.id from unnest(set_priority.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    continue when v_job.standing in ('missing', 'busy');
+    continue when v_job.situation in ('missing', 'busy');
     perform queue._override(v_job.id, p_priority => set_priority.priority);
     v_done := v_done || v_job.id;
   end loop;
@@ -101,7 +101,7 @@ begin
   v_before := queue._jobs_before(set_deadline.ids, 'deadline');
   for v_job in select distinct u.id from unnest(set_deadline.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    continue when v_job.standing in ('missing', 'busy');
+    continue when v_job.situation in ('missing', 'busy');
     perform queue._override(v_job.id, p_deadline => coalesce(set_deadline.at, 'infinity'));
     v_done := v_done || v_job.id;
   end loop;
@@ -133,7 +133,7 @@ begin
   perform queue._check_moment('at', reschedule.at);
   perform queue._lock_for_change(reschedule.id);
   v_before := queue._jobs_before(array[reschedule.id], 'scheduled_at');
-  if (select g.standing from queue._try_lock_job(reschedule.id) g) <> 'open' then
+  if (select g.situation from queue._try_lock_job(reschedule.id) g) <> 'open' then
     perform queue._invalid_state(reschedule.id, queue._state(reschedule.id),
       'Only a job that is neither running nor finished can be rescheduled; queue.retry runs a finished one'
       ' again.');
@@ -161,7 +161,7 @@ set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_before jsonb;
   v_args jsonb;
-  v_standing text;
+  v_situation text;
 begin
   {{if_restricted}}
     perform queue._require_jobs('{operator}', array[set_args.id]);
@@ -173,8 +173,8 @@ begin
   perform queue._check_size('args', set_args.args);
   perform queue._lock_for_change(set_args.id);
   v_before := queue._jobs_before(array[set_args.id], 'task', 'args');
-  select g.standing into v_standing from queue._try_lock_job(set_args.id) g;
-  if v_standing not in ('open', 'finished') or exists (select from queue.finished f
+  select g.situation into v_situation from queue._try_lock_job(set_args.id) g;
+  if v_situation not in ('open', 'finished') or exists (select from queue.finished f
     where f.id = set_args.id and f.state = 'succeeded') then
     perform queue._invalid_state(set_args.id, queue._state(set_args.id),
       'Only a job that neither runs nor has succeeded can get other args, and only after the transaction'

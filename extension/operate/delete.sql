@@ -155,12 +155,12 @@ begin
       and (select d.need_id from queue.need d where d.need_id = aj.id limit 1) is null
     for update skip locked);
   for v_job in
-    select u.id, g.standing, g.claim, g.worker_id
+    select u.id, g.situation, g.claim, g.worker_id
     from (select distinct u.id from unnest(p_ids) u (id)
       where u.id not in (select unnest(v_finished || v_plain)) order by u.id desc) u
     cross join lateral queue._try_lock_job(u.id) g
   loop
-    if v_job.standing = 'open' or v_job.standing = 'running' and p_force then
+    if v_job.situation = 'open' or v_job.situation = 'running' and p_force then
       v_open := v_open || v_job.id;
       v_claims := v_claims || v_job.claim;
       v_workers := v_workers || v_job.worker_id;

@@ -19,7 +19,7 @@ begin
   v_before := queue._jobs_before(fail_jobs.ids);
   for v_job in select distinct u.id from unnest(fail_jobs.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    if v_job.standing = 'running' then
+    if v_job.situation = 'running' then
       -- it fails, even if it was told to abort
       update queue.active_job aj set flags = aj.flags & ~{{aborting}} where aj.id = v_job.id;
       perform queue._end_attempt(
@@ -27,7 +27,7 @@ begin
           '{"retryable": false, "reason": "operator"}'::jsonb),
         v_job.id, v_job.claim, true);
       perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'failed');
-    elsif v_job.standing = 'open' then
+    elsif v_job.situation = 'open' then
       v_taken := queue._dequeue(v_job.id);
       perform queue._finish_unclaimed(array[v_job.id], 'failed', 'operator', v_message);
       perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
@@ -64,15 +64,15 @@ begin
   v_before := queue._jobs_before(done.ids);
   for v_job in select distinct u.id from unnest(done.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    if v_job.standing = 'running' then
+    if v_job.situation = 'running' then
       perform queue._succeed(array[v_job.id], array[v_job.claim], null);
       update queue.finished f set reason = 'operator' where f.id = v_job.id;
       perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'done');
-    elsif v_job.standing = 'open' then
+    elsif v_job.situation = 'open' then
       v_taken := queue._dequeue(v_job.id);
       perform queue._finish_unclaimed(array[v_job.id], 'succeeded', 'operator', null);
       perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
-    elsif v_job.standing = 'finished' then
+    elsif v_job.situation = 'finished' then
       -- the failure is counted before it disappears; a job that has succeeded stays as it is
       perform queue._count_ends_of(array[f.id], false) from queue.finished f
       where f.id = v_job.id and f.state <> 'succeeded';

@@ -253,7 +253,7 @@ end $$;
 -- The situation of a job: missing, running, finished, open (neither), or busy: another transaction holds it,
 -- the end of its claim is not settled, or it is not admitted yet. All but missing and busy jobs are locked.
 -- Locks: the caller holds the admission lock; the job's rows by skip locked.
-create or replace function queue._try_lock_job(p_id bigint, out standing text, out claim bigint,
+create or replace function queue._try_lock_job(p_id bigint, out situation text, out claim bigint,
   out worker_id bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -261,10 +261,10 @@ declare
 begin
   select j.xid into v_xid from queue.job j where j.id = p_id;
   if not found then
-    standing := 'missing';
+    situation := 'missing';
     return;
   end if;
-  standing := 'busy';
+  situation := 'busy';
   if v_xid is not distinct from pg_current_xact_id_if_assigned()
       and p_id > coalesce((select max(r.upto) from queue.rehearsal r), 0)
     or queue._is_unsettled(p_id)
@@ -275,7 +275,7 @@ begin
   select aj.claim, aj.worker_id into claim, worker_id from queue.active_job aj
   where aj.id = p_id for update skip locked;
   if found then
-    standing := case when claim is null then 'open' else 'running' end;
+    situation := case when claim is null then 'open' else 'running' end;
     return;
   elsif exists (select from queue.active_job aj where aj.id = p_id) then
     return;
@@ -283,9 +283,9 @@ begin
   perform from queue.finished f where f.id = p_id for update skip locked;
   if found then
     -- it may have ended since the first look: then its settlement has come with it
-    standing := case when queue._is_unsettled(p_id) then 'busy' else 'finished' end;
+    situation := case when queue._is_unsettled(p_id) then 'busy' else 'finished' end;
   elsif not exists (select from queue.finished f where f.id = p_id) and queue._is_gated(p_id) then
-    standing := 'open';
+    situation := 'open';
   end if;
 end $$;
 

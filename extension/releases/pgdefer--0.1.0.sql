@@ -18142,7 +18142,7 @@ end $$;
 -- The situation of a job: missing, running, finished, open (neither), or busy: another transaction holds it,
 -- the end of its claim is not settled, or it is not admitted yet. All but missing and busy jobs are locked.
 -- Locks: the caller holds the admission lock; the job's rows by skip locked.
-create or replace function queue._try_lock_job(p_id bigint, out standing text, out claim bigint,
+create or replace function queue._try_lock_job(p_id bigint, out situation text, out claim bigint,
   out worker_id bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -18150,10 +18150,10 @@ declare
 begin
   select j.xid into v_xid from queue.job j where j.id = p_id;
   if not found then
-    standing := 'missing';
+    situation := 'missing';
     return;
   end if;
-  standing := 'busy';
+  situation := 'busy';
   if v_xid is not distinct from pg_current_xact_id_if_assigned()
       and p_id > coalesce((select max(r.upto) from queue.rehearsal r), 0)
     or queue._is_unsettled(p_id)
@@ -18164,7 +18164,7 @@ begin
   select aj.claim, aj.worker_id into claim, worker_id from queue.active_job aj
   where aj.id = p_id for update skip locked;
   if found then
-    standing := case when claim is null then 'open' else 'running' end;
+    situation := case when claim is null then 'open' else 'running' end;
     return;
   elsif exists (select from queue.active_job aj where aj.id = p_id) then
     return;
@@ -18172,9 +18172,9 @@ begin
   perform from queue.finished f where f.id = p_id for update skip locked;
   if found then
     -- it may have ended since the first look: then its settlement has come with it
-    standing := case when queue._is_unsettled(p_id) then 'busy' else 'finished' end;
+    situation := case when queue._is_unsettled(p_id) then 'busy' else 'finished' end;
   elsif not exists (select from queue.finished f where f.id = p_id) and queue._is_gated(p_id) then
-    standing := 'open';
+    situation := 'open';
   end if;
 end $$;
 
@@ -18387,7 +18387,7 @@ begin
     if v_active.claim is not null and cancel_children.abort then
       update queue.active_job aj set flags = aj.flags | 1024/* aborting */ where aj.id = v_child.id;
       perform queue._notify_abort(v_child.id, v_active.claim, v_active.worker_id, 'cancelled');
-    elsif (select g.standing from queue._try_lock_job(v_child.id) g) = 'open' then
+    elsif (select g.situation from queue._try_lock_job(v_child.id) g) = 'open' then
       v_taken := queue._dequeue(v_child.id);
       v_keys := v_keys || v_taken.keys;
       v_ended := v_ended || v_child.id;
@@ -18475,9 +18475,9 @@ begin
   v_before := queue._jobs_before(move.ids);
   for v_job in select distinct u.id from unnest(move.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    continue when v_job.standing in ('missing', 'busy') or v_job.standing = 'running'
+    continue when v_job.situation in ('missing', 'busy') or v_job.situation = 'running'
       and move.force is not true;
-    if v_job.standing = 'running' then
+    if v_job.situation = 'running' then
       perform queue._end_attempt('{"outcome": "released", "error": "taken back by a move with force"}',
         v_job.id, v_job.claim, true);
       perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'moved');
@@ -18516,7 +18516,7 @@ begin
   v_before := queue._jobs_before(set_priority.ids, 'priority');
   for v_job in select distinct u.id from unnest(set_priority.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    continue when v_job.standing in ('missing', 'busy');
+    continue when v_job.situation in ('missing', 'busy');
     perform queue._override(v_job.id, p_priority => set_priority.priority);
     v_done := v_done || v_job.id;
   end loop;
@@ -18548,7 +18548,7 @@ begin
   v_before := queue._jobs_before(set_deadline.ids, 'deadline');
   for v_job in select distinct u.id from unnest(set_deadline.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    continue when v_job.standing in ('missing', 'busy');
+    continue when v_job.situation in ('missing', 'busy');
     perform queue._override(v_job.id, p_deadline => coalesce(set_deadline.at, 'infinity'));
     v_done := v_done || v_job.id;
   end loop;
@@ -18580,7 +18580,7 @@ begin
   perform queue._check_moment('at', reschedule.at);
   perform queue._lock_for_change(reschedule.id);
   v_before := queue._jobs_before(array[reschedule.id], 'scheduled_at');
-  if (select g.standing from queue._try_lock_job(reschedule.id) g) <> 'open' then
+  if (select g.situation from queue._try_lock_job(reschedule.id) g) <> 'open' then
     perform queue._invalid_state(reschedule.id, queue._state(reschedule.id),
       'Only a job that is neither running nor finished can be rescheduled; queue.retry runs a finished one'
       ' again.');
@@ -18608,7 +18608,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_before jsonb;
   v_args jsonb;
-  v_standing text;
+  v_situation text;
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
     perform queue._require_jobs('{operator}', array[set_args.id]);
@@ -18620,8 +18620,8 @@ begin
   perform queue._check_size('args', set_args.args);
   perform queue._lock_for_change(set_args.id);
   v_before := queue._jobs_before(array[set_args.id], 'task', 'args');
-  select g.standing into v_standing from queue._try_lock_job(set_args.id) g;
-  if v_standing not in ('open', 'finished') or exists (select from queue.finished f
+  select g.situation into v_situation from queue._try_lock_job(set_args.id) g;
+  if v_situation not in ('open', 'finished') or exists (select from queue.finished f
     where f.id = set_args.id and f.state = 'succeeded') then
     perform queue._invalid_state(set_args.id, queue._state(set_args.id),
       'Only a job that neither runs nor has succeeded can get other args, and only after the transaction'
@@ -18872,7 +18872,7 @@ begin
   v_before := queue._jobs_before(fail_jobs.ids);
   for v_job in select distinct u.id from unnest(fail_jobs.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    if v_job.standing = 'running' then
+    if v_job.situation = 'running' then
       -- it fails, even if it was told to abort
       update queue.active_job aj set flags = aj.flags & ~1024/* aborting */ where aj.id = v_job.id;
       perform queue._end_attempt(
@@ -18880,7 +18880,7 @@ begin
           '{"retryable": false, "reason": "operator"}'::jsonb),
         v_job.id, v_job.claim, true);
       perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'failed');
-    elsif v_job.standing = 'open' then
+    elsif v_job.situation = 'open' then
       v_taken := queue._dequeue(v_job.id);
       perform queue._finish_unclaimed(array[v_job.id], 'failed', 'operator', v_message);
       perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
@@ -18917,15 +18917,15 @@ begin
   v_before := queue._jobs_before(done.ids);
   for v_job in select distinct u.id from unnest(done.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    if v_job.standing = 'running' then
+    if v_job.situation = 'running' then
       perform queue._succeed(array[v_job.id], array[v_job.claim], null);
       update queue.finished f set reason = 'operator' where f.id = v_job.id;
       perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'done');
-    elsif v_job.standing = 'open' then
+    elsif v_job.situation = 'open' then
       v_taken := queue._dequeue(v_job.id);
       perform queue._finish_unclaimed(array[v_job.id], 'succeeded', 'operator', null);
       perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
-    elsif v_job.standing = 'finished' then
+    elsif v_job.situation = 'finished' then
       -- the failure is counted before it disappears; a job that has succeeded stays as it is
       perform queue._count_ends_of(array[f.id], false) from queue.finished f
       where f.id = v_job.id and f.state <> 'succeeded';
@@ -19107,12 +19107,12 @@ begin
       and (select d.need_id from queue.need d where d.need_id = aj.id limit 1) is null
     for update skip locked);
   for v_job in
-    select u.id, g.standing, g.claim, g.worker_id
+    select u.id, g.situation, g.claim, g.worker_id
     from (select distinct u.id from unnest(p_ids) u (id)
       where u.id not in (select unnest(v_finished || v_plain)) order by u.id desc) u
     cross join lateral queue._try_lock_job(u.id) g
   loop
-    if v_job.standing = 'open' or v_job.standing = 'running' and p_force then
+    if v_job.situation = 'open' or v_job.situation = 'running' and p_force then
       v_open := v_open || v_job.id;
       v_claims := v_claims || v_job.claim;
       v_workers := v_workers || v_job.worker_id;
