@@ -78,18 +78,6 @@ begin
   return v_changed;
 end $$;
 
--- How many jobs with a key could start at p_now, at most: by its free slots, and by its rate. A heavy job
--- needs room in both by itself: its weight counts as at most the limit in one, the rate in the other.
-create or replace function queue._key_room(p_key text, p_free integer, p_rate_limit integer,
-  p_rate_per interval, p_now timestamptz)
-returns integer language plpgsql stable parallel safe security invoker as $$
-begin
-  if p_rate_limit is null or p_free <= 0 then
-    return p_free;
-  end if;
-  return queue._rate_room(p_key, p_rate_limit, p_rate_per, p_free, p_now);
-end $$;
-
 -- If jobs wait for keys whose rate allows no more starts now, writes the time of the next start into the row
 -- of the first job of each lane; _admit_due then gives them their slots. If the rate allows one again since
 -- the caller looked, that time is now. While ready jobs use up the rate it writes none: claims call it again.

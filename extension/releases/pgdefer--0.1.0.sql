@@ -7327,18 +7327,6 @@ begin
   return v_changed;
 end $$;
 
--- How many jobs with a key could start at p_now, at most: by its free slots, and by its rate. A heavy job
--- needs room in both by itself: its weight counts as at most the limit in one, the rate in the other.
-create or replace function queue._key_room(p_key text, p_free integer, p_rate_limit integer,
-  p_rate_per interval, p_now timestamptz)
-returns integer language plpgsql stable parallel safe security invoker as $$
-begin
-  if p_rate_limit is null or p_free <= 0 then
-    return p_free;
-  end if;
-  return queue._rate_room(p_key, p_rate_limit, p_rate_per, p_free, p_now);
-end $$;
-
 -- If jobs wait for keys whose rate allows no more starts now, writes the time of the next start into the row
 -- of the first job of each lane; _admit_due then gives them their slots. If the rate allows one again since
 -- the caller looked, that time is now. While ready jobs use up the rate it writes none: claims call it again.
@@ -15522,8 +15510,8 @@ begin
         where aj.id = any (p_ids) and aj.claim is null and aj.flags & 6/* slots */ <> 0) a
       cross join lateral queue._keys_of(a.ids, a.flags) k),
     line as materialized (
-      select r.key, r.lane, s.slots, l.low_deadline, l.low, queue._key_room(r.key,
-        least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per, clock_timestamp()) as room
+      select r.key, r.lane, s.slots, l.low_deadline, l.low, least(least(s.slots, 1000000000/* most_slots */) - s.used,
+        queue._rate_room(r.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())) as room
       from (
         select distinct on (r.key, r.lane) r.key, r.lane, r.deadline, r.id from ready r
         order by r.key, r.lane, r.deadline desc, r.id desc) r
@@ -15881,8 +15869,8 @@ begin
     from (select k.key, v_jobs.lanes[k.n] as lane, sum(k.weight) as n
       from queue._keys_of(v_jobs.ids, v_jobs.flags) k group by 1, 2) k
     cross join lateral (
-      select queue._key_room(s.key, least(s.slots, 1000000000/* most_slots */) - s.used, s.rate_limit, s.rate_per,
-          clock_timestamp()) as free,
+      select least(least(s.slots, 1000000000/* most_slots */) - s.used,
+          queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())) as free,
         s.lanes, s.ready, s.lows, s.low_deadlines
       from queue.semaphore s where s.key = k.key order by s.tick desc limit 1) s
     cross join lateral unnest(s.lanes, s.ready, s.lows, s.low_deadlines) l (lane, ready, low, low_deadline)

@@ -326,8 +326,8 @@ begin
     from (select k.key, v_jobs.lanes[k.n] as lane, sum(k.weight) as n
       from queue._keys_of(v_jobs.ids, v_jobs.flags) k group by 1, 2) k
     cross join lateral (
-      select queue._key_room(s.key, least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per,
-          clock_timestamp()) as free,
+      select least(least(s.slots, {{most_slots}}) - s.used,
+          queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())) as free,
         s.lanes, s.ready, s.lows, s.low_deadlines
       from queue.semaphore s where s.key = k.key order by s.tick desc limit 1) s
     cross join lateral unnest(s.lanes, s.ready, s.lows, s.low_deadlines) l (lane, ready, low, low_deadline)

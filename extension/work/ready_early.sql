@@ -70,8 +70,8 @@ begin
         where aj.id = any (p_ids) and aj.claim is null and aj.flags & {{slots}} <> 0) a
       cross join lateral queue._keys_of(a.ids, a.flags) k),
     line as materialized (
-      select r.key, r.lane, s.slots, l.low_deadline, l.low, queue._key_room(r.key,
-        least(s.slots, {{most_slots}}) - s.used, s.rate_limit, s.rate_per, clock_timestamp()) as room
+      select r.key, r.lane, s.slots, l.low_deadline, l.low, least(least(s.slots, {{most_slots}}) - s.used,
+        queue._rate_room(r.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())) as room
       from (
         select distinct on (r.key, r.lane) r.key, r.lane, r.deadline, r.id from ready r
         order by r.key, r.lane, r.deadline desc, r.id desc) r
