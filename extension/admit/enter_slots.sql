@@ -136,7 +136,7 @@ begin
   grown := queue._set_slots(v_keys.set_keys, v_keys.set_slots, v_keys.set_ids, v_keys.set_rate_limits,
     v_keys.set_rate_pers);
   select array_agg(s.slots order by u.n) as slots, array_agg(s.rate_limit order by u.n) as rates,
-    array_agg(least(s.slots, {{most_slots}}) - s.used order by u.n) as free,
+    array_agg({{free_slots}} order by u.n) as free,
     array_agg(queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
       order by u.n) as rate_room,
     bool_or(s.rate_limit is not null) as have_rates,

@@ -39,7 +39,7 @@ begin
                   | {{until_finish}}) <> 0 or y.flags & {{needs}} <> 0
                   and queue._needs_mode(y.options) & {{any}} <> 0
                   or exists (select from queue.queue_config c
-                    where c.queue = y.queue and (c.max_running is not null or c.rate_limit is not null))
+                    where c.queue = y.queue and {{has_limit}})
                 then {{lane_limited}} else {{lane_plain}} end)::smallint as kind
         from (
           select j.id, coalesce(j.deadline, 'infinity') as deadline, j.queue, j.priority,

@@ -167,8 +167,7 @@ begin
     where k.lane = p_lane and k.kind = {{lane_limited}}
       and (p_queues is null or k.queue = any (p_queues))
       and (k.paused_until is null or k.paused_until <= v_now)
-      and exists (select from queue.queue_config c where c.queue = k.queue
-        and (c.max_running is not null or c.rate_limit is not null)) is false
+      and exists (select from queue.queue_config c where c.queue = k.queue and {{has_limit}}) is false
       and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
         and w.apart_since is null) is true
       and exists (

@@ -69,8 +69,7 @@ end $$;
 create or replace function queue._is_queue_full(p_queue text)
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
-  return exists (select from queue.queue_config c where c.queue = p_queue
-    and (c.max_running is not null or c.rate_limit is not null))
+  return exists (select from queue.queue_config c where c.queue = p_queue and {{has_limit}})
     and queue._queue_room(p_queue, 1, clock_timestamp()) = 0;
 end $$;
 

@@ -22,7 +22,7 @@ begin
       from (select distinct u.key from unnest(p_keys) u (key)) u
       cross join lateral (
         select s.key, s.slots, s.rate_limit, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines,
-          least(s.slots, {{most_slots}}) - s.used as free,
+          {{free_slots}} as free,
           queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
         from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
       cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)

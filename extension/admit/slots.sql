@@ -91,8 +91,7 @@ begin
     select w.tid, w.id, coalesce(
         queue._rate_opens_at(s.key, s.rate_limit, s.rate_per,
           least(l.ready::bigint + coalesce(w.weight, 1), 2147483647)::integer),
-        case when l.ready::bigint + least(coalesce(w.weight, 1), s.slots)
-            <= least(s.slots, {{most_slots}}) - s.used
+        case when l.ready::bigint + least(coalesce(w.weight, 1), s.slots) <= {{free_slots}}
             and l.ready::bigint + least(coalesce(w.weight, 1), s.rate_limit) <= s.rate_limit
           then clock_timestamp() end) as at
     from (select distinct u.key from unnest(p_keys) u (key)) u
@@ -304,8 +303,7 @@ begin
                   when w.n > 0 and (s.low_deadline, s.low) > (w.deadline, w.id)
                     then 'waits for a slot below the low mark'
                   when s.waiting > 0
-                    and s.ready::bigint + least(coalesce(w.weight, 1), s.slots)
-                      <= least(s.slots, {{most_slots}}) - s.used
+                    and s.ready::bigint + least(coalesce(w.weight, 1), s.slots) <= {{free_slots}}
                     and (queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
                       >= s.ready::bigint + least(coalesce(w.weight, 1), s.rate_limit)) is not false
                     and not w.is_marked

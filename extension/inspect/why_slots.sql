@@ -48,7 +48,7 @@ begin
     from queue.active_job aj
     cross join lateral queue._keys_of(array[aj.id], array[aj.flags]) k
     cross join lateral (
-      select s.slots, s.rate_limit, least(s.slots, {{most_slots}}) - s.used as free,
+      select s.slots, s.rate_limit, {{free_slots}} as free,
         queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
       from queue.semaphore s
       where s.key = k.key
@@ -67,7 +67,7 @@ declare
   v_key record;
   v_text text;
 begin
-  select s.rate_limit, s.rate_per, least(s.slots, {{most_slots}}) - s.used as free, w.weight, w.lane,
+  select s.rate_limit, s.rate_per, {{free_slots}} as free, w.weight, w.lane,
     w.deadline, queue._rate_opens_at(s.key, s.rate_limit, s.rate_per, w.weight) as opens_at
   into v_key
   from (select coalesce(w.weight, 1) as weight, w.lane, w.deadline from queue.waiting w where w.id = p_id) w

@@ -7340,8 +7340,7 @@ begin
     select w.tid, w.id, coalesce(
         queue._rate_opens_at(s.key, s.rate_limit, s.rate_per,
           least(l.ready::bigint + coalesce(w.weight, 1), 2147483647)::integer),
-        case when l.ready::bigint + least(coalesce(w.weight, 1), s.slots)
-            <= least(s.slots, 1000000000/* most_slots */) - s.used
+        case when l.ready::bigint + least(coalesce(w.weight, 1), s.slots) <= least(s.slots, 1000000000/* most_slots */) - s.used
             and l.ready::bigint + least(coalesce(w.weight, 1), s.rate_limit) <= s.rate_limit
           then clock_timestamp() end) as at
     from (select distinct u.key from unnest(p_keys) u (key)) u
@@ -7553,8 +7552,7 @@ begin
                   when w.n > 0 and (s.low_deadline, s.low) > (w.deadline, w.id)
                     then 'waits for a slot below the low mark'
                   when s.waiting > 0
-                    and s.ready::bigint + least(coalesce(w.weight, 1), s.slots)
-                      <= least(s.slots, 1000000000/* most_slots */) - s.used
+                    and s.ready::bigint + least(coalesce(w.weight, 1), s.slots) <= least(s.slots, 1000000000/* most_slots */) - s.used
                     and (queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
                       >= s.ready::bigint + least(coalesce(w.weight, 1), s.rate_limit)) is not false
                     and not w.is_marked
@@ -7762,8 +7760,7 @@ end $$;
 create or replace function queue._is_queue_full(p_queue text)
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
-  return exists (select from queue.queue_config c where c.queue = p_queue
-    and (c.max_running is not null or c.rate_limit is not null))
+  return exists (select from queue.queue_config c where c.queue = p_queue and (c.max_running is not null or c.rate_limit is not null))
     and queue._queue_room(p_queue, 1, clock_timestamp()) = 0;
 end $$;
 
@@ -10399,8 +10396,7 @@ begin
     where k.lane = p_lane and k.kind = 1/* lane_limited */
       and (p_queues is null or k.queue = any (p_queues))
       and (k.paused_until is null or k.paused_until <= v_now)
-      and exists (select from queue.queue_config c where c.queue = k.queue
-        and (c.max_running is not null or c.rate_limit is not null)) is false
+      and exists (select from queue.queue_config c where c.queue = k.queue and (c.max_running is not null or c.rate_limit is not null)) is false
       and exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
         and w.apart_since is null) is true
       and exists (
@@ -15417,8 +15413,7 @@ begin
       where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
       order by aj.deadline, aj.id limit 1) f
     where l.kind = 0/* lane_plain */
-      or not exists (select from queue.queue_config c where c.queue = l.queue
-        and (c.max_running is not null or c.rate_limit is not null))
+      or not exists (select from queue.queue_config c where c.queue = l.queue and (c.max_running is not null or c.rate_limit is not null))
       or queue._queue_room(l.queue, 1, clock_timestamp()) > 0)
   select array_agg(r.lane order by r.n), max(r.kind),
     array_agg(r.lane order by r.n) filter (where r.is_plain)
@@ -15510,8 +15505,9 @@ begin
         where aj.id = any (p_ids) and aj.claim is null and aj.flags & 6/* slots */ <> 0) a
       cross join lateral queue._keys_of(a.ids, a.flags) k),
     line as materialized (
-      select r.key, r.lane, s.slots, l.low_deadline, l.low, least(least(s.slots, 1000000000/* most_slots */) - s.used,
-        queue._rate_room(r.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())) as room
+      select r.key, r.lane, s.slots, l.low_deadline, l.low,
+        least(least(s.slots, 1000000000/* most_slots */) - s.used,
+          queue._rate_room(r.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())) as room
       from (
         select distinct on (r.key, r.lane) r.key, r.lane, r.deadline, r.id from ready r
         order by r.key, r.lane, r.deadline desc, r.id desc) r
@@ -15669,8 +15665,7 @@ begin
     where aj.id = u.id and aj.claim is null for update of aj skip locked) aj
   cross join lateral (
     select l.queue, l.kind,
-      exists (select from queue.queue_config c where c.queue = l.queue
-        and (c.max_running is not null or c.rate_limit is not null)) as is_limited
+      exists (select from queue.queue_config c where c.queue = l.queue and (c.max_running is not null or c.rate_limit is not null)) as is_limited
     from queue.lane l where l.lane = aj.lane offset 0) l;
   if v_jobs.ids is null then
     rest := p_ids;
@@ -15695,8 +15690,7 @@ begin
       array_agg(x.rate_room order by x.no) filter (where x.is_first) as rate_room
     into v_keys
     from (
-      select x.n, x.key, x.no, x.is_first, x.weight, s.slots, s.rate_limit,
-        least(s.slots, 1000000000/* most_slots */) - s.used as free,
+      select x.n, x.key, x.no, x.is_first, x.weight, s.slots, s.rate_limit, least(s.slots, 1000000000/* most_slots */) - s.used as free,
         queue._rate_room(x.key, s.rate_limit, s.rate_per, s.rate_limit, v_now) as rate_room
       from (
         select x.n, x.key, x.weight, dense_rank() over (order by x.key)::integer as no,
@@ -15919,8 +15913,8 @@ begin
       cross join lateral (
         select l.lane, l.kind, l.low_deadline, l.low_id from queue.lane l
         where l.lane = u.lane and (l.paused_until is null or l.paused_until <= clock_timestamp())
-          and not exists (select from queue.queue_config c where c.queue = l.queue
-          and (c.max_running is not null or c.rate_limit is not null)) offset 0) l
+          and not exists (select from queue.queue_config c where c.queue = l.queue and (c.max_running is not null or c.rate_limit is not null))
+        offset 0) l
       cross join lateral (
         select aj.id, aj.deadline from queue.active_job aj
         where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null

@@ -91,7 +91,7 @@ begin
           select aj.id, aj.lane, aj.deadline, null, null from queue.active_job aj
           where aj.id = u.id and aj.claim is null and aj.lane = any (p_lanes) offset 0) c),
       room as materialized (
-        select k.key, s.slots, s.rate_limit, least(s.slots, {{most_slots}}) - s.used as free,
+        select k.key, s.slots, s.rate_limit, {{free_slots}} as free,
           queue._rate_room(k.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
         from (select distinct n.key from named n) k
         cross join lateral (
@@ -116,7 +116,7 @@ begin
           case when s.rate_room < s.rate_limit then s.rate_room end) as heaviest
       from (
         select distinct on (s.key) s.key, s.lanes, s.waiting, s.lows, s.low_deadlines, s.slots,
-          s.rate_limit, least(s.slots, {{most_slots}}) - s.used as free,
+          s.rate_limit, {{free_slots}} as free,
           queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room
         from queue.semaphore s where s.lanes <> '{}' order by s.key, s.tick desc) s
       cross join lateral unnest(s.lanes, s.waiting, s.lows, s.low_deadlines)

@@ -72,8 +72,7 @@ begin
       where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
       order by aj.deadline, aj.id limit 1) f
     where l.kind = {{lane_plain}}
-      or not exists (select from queue.queue_config c where c.queue = l.queue
-        and (c.max_running is not null or c.rate_limit is not null))
+      or not exists (select from queue.queue_config c where c.queue = l.queue and {{has_limit}})
       or queue._queue_room(l.queue, 1, clock_timestamp()) > 0)
   select array_agg(r.lane order by r.n), max(r.kind),
     array_agg(r.lane order by r.n) filter (where r.is_plain)

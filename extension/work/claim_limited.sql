@@ -126,8 +126,7 @@ begin
     where aj.id = u.id and aj.claim is null for update of aj skip locked) aj
   cross join lateral (
     select l.queue, l.kind,
-      exists (select from queue.queue_config c where c.queue = l.queue
-        and (c.max_running is not null or c.rate_limit is not null)) as is_limited
+      exists (select from queue.queue_config c where c.queue = l.queue and {{has_limit}}) as is_limited
     from queue.lane l where l.lane = aj.lane offset 0) l;
   if v_jobs.ids is null then
     rest := p_ids;
@@ -152,8 +151,7 @@ begin
       array_agg(x.rate_room order by x.no) filter (where x.is_first) as rate_room
     into v_keys
     from (
-      select x.n, x.key, x.no, x.is_first, x.weight, s.slots, s.rate_limit,
-        least(s.slots, {{most_slots}}) - s.used as free,
+      select x.n, x.key, x.no, x.is_first, x.weight, s.slots, s.rate_limit, {{free_slots}} as free,
         queue._rate_room(x.key, s.rate_limit, s.rate_per, s.rate_limit, v_now) as rate_room
       from (
         select x.n, x.key, x.weight, dense_rank() over (order by x.key)::integer as no,
@@ -326,7 +324,7 @@ begin
     from (select k.key, v_jobs.lanes[k.n] as lane, sum(k.weight) as n
       from queue._keys_of(v_jobs.ids, v_jobs.flags) k group by 1, 2) k
     cross join lateral (
-      select least(least(s.slots, {{most_slots}}) - s.used,
+      select least({{free_slots}},
           queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())) as free,
         s.lanes, s.ready, s.lows, s.low_deadlines
       from queue.semaphore s where s.key = k.key order by s.tick desc limit 1) s

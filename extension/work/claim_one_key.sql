@@ -34,8 +34,8 @@ begin
       cross join lateral (
         select l.lane, l.kind, l.low_deadline, l.low_id from queue.lane l
         where l.lane = u.lane and (l.paused_until is null or l.paused_until <= clock_timestamp())
-          and not exists (select from queue.queue_config c where c.queue = l.queue
-          and (c.max_running is not null or c.rate_limit is not null)) offset 0) l
+          and not exists (select from queue.queue_config c where c.queue = l.queue and {{has_limit}})
+        offset 0) l
       cross join lateral (
         select aj.id, aj.deadline from queue.active_job aj
         where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null

@@ -16,7 +16,7 @@ begin
     select w.id, w.key, w.lane, w.deadline, coalesce(w.weight, 1) as weight
     from queue.waiting w where w.id = any (p_ids)),
   room as materialized (
-    select s.key, a.lane, s.slots, s.rate_limit, least(s.slots, {{most_slots}}) - s.used as free,
+    select s.key, a.lane, s.slots, s.rate_limit, {{free_slots}} as free,
       queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp()) as rate_room,
       2147483647 - coalesce(s.ready[array_position(s.lanes, a.lane)], 0) as countable
     from (select distinct a.key, a.lane from asked a) a
@@ -70,8 +70,9 @@ begin
         where aj.id = any (p_ids) and aj.claim is null and aj.flags & {{slots}} <> 0) a
       cross join lateral queue._keys_of(a.ids, a.flags) k),
     line as materialized (
-      select r.key, r.lane, s.slots, l.low_deadline, l.low, least(least(s.slots, {{most_slots}}) - s.used,
-        queue._rate_room(r.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())) as room
+      select r.key, r.lane, s.slots, l.low_deadline, l.low,
+        least({{free_slots}},
+          queue._rate_room(r.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())) as room
       from (
         select distinct on (r.key, r.lane) r.key, r.lane, r.deadline, r.id from ready r
         order by r.key, r.lane, r.deadline desc, r.id desc) r
