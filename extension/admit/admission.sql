@@ -184,7 +184,7 @@ begin
       select from queue.lane l
       cross join lateral (
         select aj.id from queue.active_job aj
-        where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+        where {{is_ready}}
         order by aj.deadline, aj.id limit 1) r
       where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
         and (l.paused_until is null or l.paused_until <= clock_timestamp())

@@ -158,7 +158,7 @@ begin
     cross join queue.cursor_now k
     left join lateral (
       select aj.deadline, aj.id from queue.active_job aj
-      where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+      where {{is_ready}}
       order by aj.deadline, aj.id limit 1) f on true
     where l.lane = any (p_lanes)
   loop
@@ -189,8 +189,7 @@ begin
       select l.lane from queue.lane l
       where not l.is_idle and (v_are_many or l.kind = {{lane_crashed}})
         and (select aj.id from queue.active_job aj
-             where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id)
-               and aj.claim is null
+             where {{is_ready}}
              order by aj.deadline, aj.id limit 1) is null
       limit 10000));
   end if;

@@ -174,8 +174,7 @@ begin
         select from queue.lane l
         cross join lateral (
           select from queue.active_job aj
-          where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
-          limit 1) r
+          where {{is_ready}} limit 1) r
         where not l.is_idle and (p_queues is null or l.queue = any (p_queues))
           and (l.lane <> k.lane or not p_has_ready)
           and (not p_is_enough or l.priority >= k.priority or l.kind = {{lane_crashed}})

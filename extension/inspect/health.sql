@@ -104,8 +104,7 @@ begin
     select l.queue, row_number() over (order by l.queue) as no
     from (select distinct l.queue from queue.lane l
           where (l.paused_until is null or l.paused_until <= p_now)
-            and exists (select from queue.active_job aj where aj.lane = l.lane
-              and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)
+            and exists (select from queue.active_job aj where {{is_ready}})
             and queue._live_workers(l.queue, p_now, v_up_since) = 0) l) l;
   status := case when v_facts.n > 0 then 'fail' else 'ok' end;
   detail := case when v_facts.n > 0 then format('ready jobs in %s that no live worker serves: %s',
@@ -130,8 +129,7 @@ begin
     select l.queue, row_number() over (order by l.queue) as no
     from (select distinct l.queue from queue.lane l
           where l.paused_until > p_now
-            and exists (select from queue.active_job aj where aj.lane = l.lane
-              and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)) l) l;
+            and exists (select from queue.active_job aj where {{is_ready}})) l) l;
   select string_agg(distinct j.task, ', ' order by j.task) into v_tasks
   from (select w.id from queue.waiting w where w.reason = 'task_paused' order by w.id desc limit 1000) w
   join queue.job j on j.id = w.id;

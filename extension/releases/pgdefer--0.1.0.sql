@@ -7114,8 +7114,7 @@ begin
       select l.lane from queue.lane l
       where not l.is_idle and (v_are_many or l.kind = 2/* lane_crashed */)
         and (select aj.id from queue.active_job aj
-             where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id)
-               and aj.claim is null
+             where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
              order by aj.deadline, aj.id limit 1) is null
       limit 10000));
   end if;
@@ -10403,8 +10402,7 @@ begin
         select from queue.lane l
         cross join lateral (
           select from queue.active_job aj
-          where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
-          limit 1) r
+          where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null limit 1) r
         where not l.is_idle and (p_queues is null or l.queue = any (p_queues))
           and (l.lane <> k.lane or not p_has_ready)
           and (not p_is_enough or l.priority >= k.priority or l.kind = 2/* lane_crashed */)
@@ -21880,8 +21878,7 @@ begin
     select l.queue, row_number() over (order by l.queue) as no
     from (select distinct l.queue from queue.lane l
           where (l.paused_until is null or l.paused_until <= p_now)
-            and exists (select from queue.active_job aj where aj.lane = l.lane
-              and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)
+            and exists (select from queue.active_job aj where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)
             and queue._live_workers(l.queue, p_now, v_up_since) = 0) l) l;
   status := case when v_facts.n > 0 then 'fail' else 'ok' end;
   detail := case when v_facts.n > 0 then format('ready jobs in %s that no live worker serves: %s',
@@ -21906,8 +21903,7 @@ begin
     select l.queue, row_number() over (order by l.queue) as no
     from (select distinct l.queue from queue.lane l
           where l.paused_until > p_now
-            and exists (select from queue.active_job aj where aj.lane = l.lane
-              and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)) l) l;
+            and exists (select from queue.active_job aj where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)) l) l;
   select string_agg(distinct j.task, ', ' order by j.task) into v_tasks
   from (select w.id from queue.waiting w where w.reason = 'task_paused' order by w.id desc limit 1000) w
   join queue.job j on j.id = w.id;

@@ -87,7 +87,7 @@ begin
         from queue.lane l
         cross join lateral (
           select aj.ctid from queue.active_job aj
-          where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+          where {{is_ready}}
           order by aj.deadline, aj.id limit 1 for update of aj skip locked) c
         where l.lane = v_choice.lanes[1] and l.kind = {{lane_plain}}
           and (l.paused_until is null or l.paused_until <= v_now))

@@ -28,7 +28,7 @@ begin
           and (l.paused_until is null or l.paused_until <= (select clock_timestamp())) offset 0) l
       cross join lateral (
         select aj.ctid from queue.active_job aj
-        where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+        where {{is_ready}}
         order by aj.deadline, aj.id limit p_n for update of aj skip locked) c
       limit p_n))
     returning aj.id, aj.claim, aj.lane, aj.deadline, aj.attempt, aj.flags)
@@ -69,7 +69,7 @@ begin
       where l.lane = u.lane offset 0) l
     cross join lateral (
       select aj.deadline, aj.id from queue.active_job aj
-      where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+      where {{is_ready}}
       order by aj.deadline, aj.id limit 1) f
     where l.kind = {{lane_plain}}
       or not exists (select from queue.queue_config c where c.queue = l.queue and {{has_limit}})

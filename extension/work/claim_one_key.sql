@@ -38,7 +38,7 @@ begin
         offset 0) l
       cross join lateral (
         select aj.id, aj.deadline from queue.active_job aj
-        where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+        where {{is_ready}}
         order by aj.deadline, aj.id limit p_n) c
       order by c.deadline, c.id limit p_n) c
     cross join lateral (

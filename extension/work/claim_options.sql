@@ -50,7 +50,7 @@ begin
         where queue._matches(l.queue, q.pattern)) m
       left join lateral (
         select aj.deadline, aj.id from queue.active_job aj
-        where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+        where {{is_ready}}
         order by aj.deadline, aj.id limit 1) f on true
       where m.place is not null and (l.paused_until is null or l.paused_until <= v_now)
         and (v_limits is null or queue._worker_room(p_worker, v_limits, l.queue, 1) is distinct from 0)) l;

@@ -90,7 +90,7 @@ begin
       select l.lane, l.queue, l.low_deadline, l.low_id from queue.lane l where l.lane = u.lane offset 0) l
     cross join lateral (
       select aj.id, aj.deadline from queue.active_job aj
-      where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+      where {{is_ready}}
       order by aj.deadline, aj.id limit 100) aj
     where (p_before is null or aj.deadline < p_before) and (p_only is null or aj.id = any (p_only))
       and (p_tasks is null or exists (select from queue.job j where j.id = aj.id and j.task = any (p_tasks)))

@@ -208,7 +208,7 @@ begin
       select from queue.lane l
       cross join lateral (
         select from queue.active_job aj
-        where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
+        where {{is_ready}}
           and (v_before is null or queue._deadline_of(aj.id, aj.deadline) < v_before)
           and (v_tasks is null or exists (select from queue.job j
             where j.id = aj.id and j.task = any (v_tasks)))
