@@ -96,7 +96,7 @@ begin
       select case when l.is_own and l.expires_at <= clock_timestamp()
           then format('; its lease ended at %s: the next tick ends the claim', l.expires_at)
         when l.is_own then format('; its lease ends at %s', l.expires_at)
-        else format('; its timeout ends at %s', l.expires_at - interval '10 s') end
+        else format('; its timeout ends at %s', l.expires_at - {{timeout_grace}}) end
       from queue.lease l where l.id = p_id and l.claim = p_claim), '')
     || coalesce((
       select format('; its worker was last seen at %s and counts as dead: the next tick ends the claim',
@@ -227,7 +227,7 @@ begin
     cross join lateral (
       select aj.claimed_at + (j.options ->> 'timeout')::interval as at from queue.job j
       where j.id = l.id offset 0) t
-    where l.expires_at > t.at + interval '10 s';
+    where l.expires_at > t.at + {{timeout_grace}};
 end $$;
 
 -- The job that has the turn at a lock, apart from p_id; NULL if there is none.

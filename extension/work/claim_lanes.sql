@@ -87,6 +87,6 @@ create or replace function queue._lease_timeouts(p_ids bigint[], p_claim bigint,
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   insert into queue.lease (id, claim, expires_at, is_own)
-  select j.id, p_claim, p_now + (j.options ->> 'timeout')::interval + interval '10 s', false
+  select j.id, p_claim, p_now + (j.options ->> 'timeout')::interval + {{timeout_grace}}, false
   from queue.job j where j.id = any (p_ids) and j.flags & {{lease}} <> 0;
 end $$;

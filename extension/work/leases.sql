@@ -97,7 +97,7 @@ begin
     perform queue._raise_claim_error(p_id, p_claim);
   end if;
   select case when v_claimed_at + t.timeout <= v_now then v_now + p_lease
-              else least(v_now + p_lease, v_claimed_at + t.timeout + interval '10 s') end
+              else least(v_now + p_lease, v_claimed_at + t.timeout + {{timeout_grace}}) end
   into v_expires_at
   from queue.job j cross join lateral (select (j.options ->> 'timeout')::interval as timeout) t
   where j.id = p_id;

@@ -185,7 +185,7 @@ declare
 begin
   for v_claim in
     select l.id, l.claim, j.options ->> 'timeout' as timeout, l.is_own,
-      coalesce(aj.claimed_at + (j.options ->> 'timeout')::interval + interval '10 s' <= p_now, false)
+      coalesce(aj.claimed_at + (j.options ->> 'timeout')::interval + {{timeout_grace}} <= p_now, false)
         as is_timed_out, l.expires_at
     from queue.lease l
     cross join lateral (select j.options from queue.job j where j.id = l.id offset 0) j
