@@ -71,7 +71,7 @@ begin
       coalesce(v_every[1], '1')::bigint * case v_every[2]
         when 'SECOND' then 1 when 'MINUTE' then 60 when 'HOUR' then 3600 else 86400 end,
       0, 0, 0, 0, 0, 0, 0];
-    if v_cron[1] not between 1 and 315360000 then
+    if v_cron[1] not between 1 and {{ten_years}} then
       perform queue._cron_refuse(cron, null, null, 'An interval is 1 second to 3,650 days.');
     end if;
     return v_cron;

@@ -5685,7 +5685,7 @@ begin
       coalesce(v_every[1], '1')::bigint * case v_every[2]
         when 'SECOND' then 1 when 'MINUTE' then 60 when 'HOUR' then 3600 else 86400 end,
       0, 0, 0, 0, 0, 0, 0];
-    if v_cron[1] not between 1 and 315360000 then
+    if v_cron[1] not between 1 and 315360000/* ten_years */ then
       perform queue._cron_refuse(cron, null, null, 'An interval is 1 second to 3,650 days.');
     end if;
     return v_cron;
@@ -12287,7 +12287,7 @@ begin
         when v_policy ? 'factor' then queue._number(v_policy -> 'factor') else 2 end, v_k - 1) end;
   end if;
   v_seconds := least(v_seconds, case when v_policy ? 'cap' then queue._seconds(v_policy -> 'cap') end,
-    315360000);
+    315360000/* ten_years */);
   if v_policy ? 'jitter' then
     v_seconds := v_seconds * (1 - queue._number(v_policy -> 'jitter') * random());
   end if;
@@ -12315,14 +12315,14 @@ create or replace function queue._seconds(p_value jsonb)
 returns double precision language plpgsql stable parallel unsafe security invoker as $$
 begin
   return least(coalesce(extract(epoch from queue._interval('interval', p_value)), 0),
-    315360000)::double precision;
+    315360000/* ten_years */)::double precision;
 end $$;
 
 -- A policy's number within useful bounds: 0 if below a billionth, at most ten years of seconds.
 create or replace function queue._number(p_value jsonb)
 returns double precision language plpgsql immutable parallel safe security invoker as $$
 begin
-  return case when p_value > '0.000000001' then least(p_value::numeric, 315360000)::double precision
+  return case when p_value > '0.000000001' then least(p_value::numeric, 315360000/* ten_years */)::double precision
     else 0 end;
 end $$;
 
@@ -12339,7 +12339,7 @@ begin
     return 0;
   end if;
   v_log := ln(p_base) + p_n * ln(p_factor);
-  return case when v_log > 20 then 315360000 when v_log < -20 then 0 else p_base * p_factor ^ p_n end;
+  return case when v_log > 20 then 315360000/* ten_years */ when v_log < -20 then 0 else p_base * p_factor ^ p_n end;
 end $$;
 
 -- work/unknown_tasks.sql
@@ -12947,7 +12947,7 @@ begin
       from queue.step s
       where s.job_id = read_steps.id and s.finished_at is not null
         and (s.name, s.no) > (v_after.name, coalesce(v_after.no, 1))) x
-    where x.n = 1 or x.total <= 65536 and x.n <= 1000
+    where x.n = 1 or x.total <= 65536/* answer_bytes */ and x.n <= 1000
     order by x.name, x.no;
 end $$;
 comment on function queue.read_steps(bigint, bigint, text) is
@@ -13070,14 +13070,14 @@ returns jsonb language plpgsql stable parallel safe security invoker as $$
 declare
   v_steps jsonb;
 begin
-  select case when x.total <= 65536 then (
+  select case when x.total <= 65536/* answer_bytes */ then (
     select jsonb_object_agg(queue._step_name(s.name, s.no), s.value)
     from queue.step s where s.job_id = p_id and s.finished_at is not null)
-    when x.total > 65536 then '{}' end into v_steps
+    when x.total > 65536/* answer_bytes */ then '{}' end into v_steps
   from (
     select sum(coalesce(pg_column_size(s.value), 0) + octet_length(s.name)) as total
     from queue.step s where s.job_id = p_id and s.finished_at is not null) x;
-  return case when octet_length(v_steps::text) > 65536 then '{}'::jsonb else v_steps end;
+  return case when octet_length(v_steps::text) > 65536/* answer_bytes */ then '{}'::jsonb else v_steps end;
 end $$;
 
 -- work/step_lists.sql
@@ -17134,7 +17134,8 @@ begin
       + 120/* row_bytes */) into v_total
     from queue.log l where l.id = any (p_ids);
     if v_total <= 65536/* answer_bytes */ then
-      if v_total <= 57344
+      -- of such jobs an eighth more would fit, too
+      if v_total <= 65536/* answer_bytes */ / 8 * 7
         and cardinality(p_ids) >= nullif(current_setting('pgdefer.fitting', true), '')::integer then
         perform set_config('pgdefer.fitting', (cardinality(p_ids) + cardinality(p_ids) / 8)::text, false);
       end if;
@@ -18745,10 +18746,10 @@ begin
   v_worker := queue._register_worker('operator', queues, '{"listen": false}');
   select queue._claim_by_options(v_worker, queues, 1, '{}', true, true) as ids into v_found;
   select c.id, c.claim,
-    c.task, case when x.size <= 65536 then queue._cut(queue._hidden_paths() -> c.task, c.args) end,
+    c.task, case when x.size <= 65536/* answer_bytes */ then queue._cut(queue._hidden_paths() -> c.task, c.args) end,
     c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
     c.deadline,
-    case when x.size <= 65536 then c.headers end
+    case when x.size <= 65536/* answer_bytes */ then c.headers end
   into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, headers
   from queue.claimed_job c
   cross join lateral (

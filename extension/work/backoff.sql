@@ -34,7 +34,7 @@ begin
         when v_policy ? 'factor' then queue._number(v_policy -> 'factor') else 2 end, v_k - 1) end;
   end if;
   v_seconds := least(v_seconds, case when v_policy ? 'cap' then queue._seconds(v_policy -> 'cap') end,
-    315360000);
+    {{ten_years}});
   if v_policy ? 'jitter' then
     v_seconds := v_seconds * (1 - queue._number(v_policy -> 'jitter') * random());
   end if;
@@ -62,14 +62,14 @@ create or replace function queue._seconds(p_value jsonb)
 returns double precision language plpgsql stable parallel unsafe security invoker as $$
 begin
   return least(coalesce(extract(epoch from queue._interval('interval', p_value)), 0),
-    315360000)::double precision;
+    {{ten_years}})::double precision;
 end $$;
 
 -- A policy's number within useful bounds: 0 if below a billionth, at most ten years of seconds.
 create or replace function queue._number(p_value jsonb)
 returns double precision language plpgsql immutable parallel safe security invoker as $$
 begin
-  return case when p_value > '0.000000001' then least(p_value::numeric, 315360000)::double precision
+  return case when p_value > '0.000000001' then least(p_value::numeric, {{ten_years}})::double precision
     else 0 end;
 end $$;
 
@@ -86,5 +86,5 @@ begin
     return 0;
   end if;
   v_log := ln(p_base) + p_n * ln(p_factor);
-  return case when v_log > 20 then 315360000 when v_log < -20 then 0 else p_base * p_factor ^ p_n end;
+  return case when v_log > 20 then {{ten_years}} when v_log < -20 then 0 else p_base * p_factor ^ p_n end;
 end $$;

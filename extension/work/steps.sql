@@ -125,7 +125,7 @@ begin
       from queue.step s
       where s.job_id = read_steps.id and s.finished_at is not null
         and (s.name, s.no) > (v_after.name, coalesce(v_after.no, 1))) x
-    where x.n = 1 or x.total <= 65536 and x.n <= 1000
+    where x.n = 1 or x.total <= {{answer_bytes}} and x.n <= 1000
     order by x.name, x.no;
 end $$;
 comment on function queue.read_steps(bigint, bigint, text) is
@@ -248,12 +248,12 @@ returns jsonb language plpgsql stable parallel safe security invoker as $$
 declare
   v_steps jsonb;
 begin
-  select case when x.total <= 65536 then (
+  select case when x.total <= {{answer_bytes}} then (
     select jsonb_object_agg(queue._step_name(s.name, s.no), s.value)
     from queue.step s where s.job_id = p_id and s.finished_at is not null)
-    when x.total > 65536 then '{}' end into v_steps
+    when x.total > {{answer_bytes}} then '{}' end into v_steps
   from (
     select sum(coalesce(pg_column_size(s.value), 0) + octet_length(s.name)) as total
     from queue.step s where s.job_id = p_id and s.finished_at is not null) x;
-  return case when octet_length(v_steps::text) > 65536 then '{}'::jsonb else v_steps end;
+  return case when octet_length(v_steps::text) > {{answer_bytes}} then '{}'::jsonb else v_steps end;
 end $$;
