@@ -28,7 +28,7 @@ returns text language plpgsql stable parallel safe security definer
 set search_path = pg_catalog, pg_temp as $$
 begin
   if to_regclass('queue.installation') is null then
-    perform queue._not_installed();
+    perform queue._check_installed();
   end if;
   return (select l.note from queue.log l where l.id = note_of.id);
 end $$;

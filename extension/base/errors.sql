@@ -64,7 +64,7 @@ begin
 end $$;
 
 -- Raises: QJ090 if there are no tables: public functions check this first (0.65 us).
-create or replace function queue._not_installed()
+create or replace function queue._check_installed()
 returns void language plpgsql volatile parallel safe security invoker as $$
 begin
   if to_regclass('queue.installation') is null then

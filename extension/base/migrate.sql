@@ -21,7 +21,7 @@ begin
   loop
     v_version := queue._tables_version();
     if v_version is null then
-      perform queue._not_installed();
+      perform queue._check_installed();
     elsif not v_version = any (queue._versions()) then
       perform queue._incompatible('there is no migration from the tables to this code', v_version);
     end if;

@@ -17,7 +17,7 @@ declare
   v_used record;
 begin
   if v_is_restricted then
-    perform queue._not_installed();
+    perform queue._check_installed();
   end if;
   if jsonb_typeof(p_args) <> 'object' then
     perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.',

@@ -141,7 +141,7 @@ begin
 end $$;
 
 -- Raises: QJ090 if there are no tables: public functions check this first (0.65 us).
-create or replace function queue._not_installed()
+create or replace function queue._check_installed()
 returns void language plpgsql volatile parallel safe security invoker as $$
 begin
   if to_regclass('queue.installation') is null then
@@ -2998,7 +2998,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_holder record;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   if queue._lock_admission(false) then
     perform queue._audit('unblock', '{}');
     return null;  -- no session holds it
@@ -3199,7 +3199,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_before jsonb;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_role(grant_access.role);
   perform queue._grants(grant_access.kind);
   perform queue._check_list('queues', grant_access.queues);
@@ -3235,7 +3235,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_before jsonb;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   lock table queue.access in share row exclusive mode;
   v_before := queue._access_before(revoke_access.role);
   delete from queue.access a where a.role = revoke_access.role;
@@ -3563,7 +3563,7 @@ begin
   loop
     v_version := queue._tables_version();
     if v_version is null then
-      perform queue._not_installed();
+      perform queue._check_installed();
     elsif not v_version = any (queue._versions()) then
       perform queue._incompatible('there is no migration from the tables to this code', v_version);
     end if;
@@ -3610,7 +3610,7 @@ create or replace function queue.migration()
 returns table (statement text) language plpgsql stable parallel safe security definer rows 5
 set search_path = pg_catalog, pg_temp as $$
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   return query
     select x.statement
     from queue._missing_indexes() i
@@ -3843,7 +3843,7 @@ declare
   v_before jsonb;
   v_options jsonb;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_keys('options', configure.options, array['max_size', 'unknown_task_grace']);
   if coalesce(configure.options ->> 'max_size', '100000') !~ '^[0-9]{6,9}$'
     or (configure.options ->> 'max_size')::integer not between 100000 and 268435456 then
@@ -4188,7 +4188,7 @@ declare
   v_sensitive jsonb;
   v_is_owner boolean := pg_has_role(queue._caller(), current_user, 'usage');
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_name('task', register_task.name);
   perform queue._check_keys('defaults', v_defaults,
     array['queue', 'priority', 'lock', 'queueing_lock', 'deadline', 'concurrency_key', 'concurrency_limit'] || '{function,sensitive}'::text[] || queue._option_keys());
@@ -4721,7 +4721,7 @@ declare
   v_used record;
 begin
   if v_is_restricted then
-    perform queue._not_installed();
+    perform queue._check_installed();
   end if;
   if jsonb_typeof(p_args) <> 'object' then
     perform queue._invalid('args must be a JSON object', 'Pass the arguments by name: {"name": value}.',
@@ -4993,7 +4993,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_job jsonb;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   if jsonb_typeof(defer_many.jobs) is distinct from 'array' then
     perform queue._invalid('jobs must be a JSON array', 'Pass [{"task": text, "args": object, ...}, ...].');
   end if;
@@ -5100,7 +5100,7 @@ declare
     'on_failure', open_group.on_failure);
   v_no bigint;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_name('name', open_group.name);
   perform queue._check_size('callbacks', v_callbacks);
   perform queue._check_callback(e.key, e.value) from jsonb_each(v_callbacks) e where e.value <> 'null';
@@ -5136,7 +5136,7 @@ set search_path = pg_catalog, pg_temp set enable_seqscan = off as $$
 declare
   v_group record;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_name('name', close_group.name);
   select g.no, exists (select from queue.group_close c where c.group_no = g.no) as is_closed into v_group
   from queue.job_group g where g.name = close_group.name;
@@ -5215,7 +5215,7 @@ declare
   v_keys jsonb := '{}'::jsonb;
   v_row jsonb;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   if tg_level <> 'ROW' then
     perform queue._invalid('defer_trigger is for row triggers', 'Create the trigger FOR EACH ROW.',
       'trigger: ' || tg_name);
@@ -5295,7 +5295,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_needs jsonb := defer_group."then" -> 'needs';
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   if jsonb_typeof(defer_group."then") is distinct from 'object' then
     perform queue._invalid('then must be a JSON object',
       'Pass the job that follows as {"task": text, "args": object, ...}.');
@@ -5322,7 +5322,7 @@ declare
   v_job jsonb;
   v_id bigint;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   if jsonb_typeof(defer_chain.jobs) is distinct from 'array' then
     perform queue._invalid('jobs must be a JSON array', 'Pass [{"task": text, "args": object, ...}, ...].');
   end if;
@@ -6310,7 +6310,7 @@ declare
   v_is_enabled boolean;
   v_next_run_at timestamptz;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_isolation();
   perform queue._check_name('name', schedule.name);
   perform queue._check_name('task', schedule.task);
@@ -6387,7 +6387,7 @@ create or replace function queue.unschedule(name text)
 returns boolean language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_isolation();
   perform queue._check_name('name', unschedule.name);
   perform queue._lock_admission(true);
@@ -6409,7 +6409,7 @@ declare
   v_now timestamptz;
   v_next_run_at timestamptz;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_isolation();
   perform queue._check_name('name', enable_schedule.name);
   if enable_schedule.enabled is null then
@@ -6457,7 +6457,7 @@ declare
   v_timeout text;
   v_id bigint;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_isolation();
   perform queue._check_name('name', run_now.name);
   select s.* into v_schedule from queue.schedule s where s.name = run_now.name;
@@ -12212,7 +12212,7 @@ declare
   v_sent record;
   v_timeout constant text := current_setting('lock_timeout');
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_isolation();
   perform queue._lock_admission(true);
   select max(r.upto) into v_upto from queue.rehearsal r;
@@ -12538,7 +12538,7 @@ returns table (max_attempts integer, failures integer, is_last boolean)
 language plpgsql stable parallel safe security definer rows 1
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[attempts_left.id], array[attempts_left.claim]);
   end if;
   if not exists (select from queue.active_job aj
@@ -12562,7 +12562,7 @@ create or replace function queue.attempt_outcome(id bigint, claim bigint)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{worker,operator}', array[attempt_outcome.id]);
   end if;
   return (select a.outcome from queue.attempt a
@@ -12844,7 +12844,7 @@ declare
   v_key record;
   v_step record;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[begin_step.id], array[begin_step.claim]);
   end if;
   perform queue._check_isolation();
@@ -12887,7 +12887,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_key record;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[finish_step.id], array[finish_step.claim]);
   end if;
   perform queue._check_isolation();
@@ -12927,7 +12927,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_after record;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[read_steps.id], array[read_steps.claim]);
   end if;
   perform from queue.active_job aj where aj.id = read_steps.id and aj.claim = read_steps.claim;
@@ -13096,7 +13096,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_finished text;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[finish_steps.id], array[finish_steps.claim]);
   end if;
   perform queue._check_isolation();
@@ -13215,7 +13215,7 @@ begin
     or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
     if to_regclass('queue.unrestricted') is null then
-      perform queue._not_installed();
+      perform queue._check_installed();
       perform queue._require_claims(array[succeed.id], array[succeed.claim]);
     end if;
   end if;
@@ -13260,7 +13260,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_state text;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_outcomes(jsonb_build_array(jsonb_build_object('id', fail.id, 'claim', fail.claim,
       'options', fail.options)));
   end if;
@@ -13295,7 +13295,7 @@ declare
     left(retry_later.message, 10000), 'needs', retry_later.needs);
   v_state text;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_outcomes(jsonb_build_array(v_outcome
       || jsonb_build_object('id', retry_later.id, 'claim', retry_later.claim)));
   end if;
@@ -13318,7 +13318,7 @@ create or replace function queue.release(id bigint, claim bigint)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[release.id], array[release.claim]);
   end if;
   perform queue._check_isolation();
@@ -13344,7 +13344,7 @@ begin
     or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
     if to_regclass('queue.unrestricted') is null then
-      perform queue._not_installed();
+      perform queue._check_installed();
       perform queue._require_outcomes(finish_many.outcomes);
     end if;
   end if;
@@ -13554,7 +13554,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_until timestamptz := greatest(sleep.until, clock_timestamp());
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[sleep.id], array[sleep.claim]);
   end if;
   perform queue._check_isolation();
@@ -13580,7 +13580,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_no integer;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[wait.id], array[wait.claim]);
   end if;
   perform queue._check_isolation();
@@ -13608,7 +13608,7 @@ create or replace function queue.await_jobs(id bigint, claim bigint, name text, 
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[await_jobs.id], array[await_jobs.claim]);
     perform queue._require_jobs('{worker,operator}', await_jobs.ids);
   end if;
@@ -13633,7 +13633,7 @@ returns table (step text, signal text, event text, until timestamptz)
 language plpgsql stable parallel unsafe security definer rows 1
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator,reader}', array[waits_for.id]);
   end if;
   if not exists (select from queue.job j where j.id = waits_for.id) then
@@ -13695,7 +13695,7 @@ declare
   v_failed record;
   v_at timestamptz;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[fail_step.id], array[fail_step.claim]);
   end if;
   perform queue._check_isolation();
@@ -13805,7 +13805,7 @@ create or replace function queue.signal(job bigint, name text, payload jsonb def
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{producer,worker,operator}', array[signal.job]);
   end if;
   perform queue._check_name('name', signal.name);
@@ -13835,7 +13835,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_no bigint;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_name('event', publish.event);
   perform queue._check_size('payload', publish.payload);
   perform queue._check_interval('retain', publish.retain);
@@ -13874,7 +13874,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_no bigint;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[emit.id], array[emit.claim]);
   end if;
   perform queue._check_isolation();
@@ -13905,7 +13905,7 @@ returns table (no bigint, value jsonb, emitted_at timestamptz)
 language plpgsql stable parallel unsafe security definer rows 100
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{producer,worker,operator,reader}', array[read_stream.id]);
   end if;
   perform queue._check_name('stream', read_stream.stream);
@@ -13936,7 +13936,7 @@ returns table (stream text, items bigint, last_at timestamptz)
 language plpgsql stable parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{producer,worker,operator,reader}', array[streams.id]);
   end if;
   if not exists (select from queue.job j where j.id = streams.id) then
@@ -13971,7 +13971,7 @@ create or replace function queue.set_progress(id bigint, claim bigint, percent n
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[set_progress.id], array[set_progress.claim]);
   end if;
   perform queue._check_isolation();
@@ -14004,7 +14004,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_expires_at timestamptz;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[extend.id], array[extend.claim]);
   end if;
   if extend.lease is null or extend.lease <= interval '0' then
@@ -14114,7 +14114,7 @@ create or replace function queue.worker_died(worker bigint)
 returns integer language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_worker(worker_died.worker);
   end if;
   perform queue._check_isolation();
@@ -14148,7 +14148,7 @@ returns table (reaped integer, next_expiry timestamptz)
 language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_isolation();
   perform queue._check_era();
   select r.reaped, r.next_expiry into reaped, next_expiry from queue._reap(interval '1 s') r;
@@ -14657,7 +14657,7 @@ declare
   v_safe_at timestamptz;
   v_pruned integer := 0;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_isolation();
   if prune.max_jobs is null or prune.max_jobs < 1 then
     perform queue._invalid('max_jobs must be at least 1', 'Pass the maximum number of jobs to remove.');
@@ -14976,7 +14976,7 @@ returns table (admitted integer, reaped integer, pruned integer, next_due timest
 language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_isolation();
   perform queue._check_era();
   select r.reaped into reaped from queue._reap(interval '1 s') r;
@@ -15167,7 +15167,7 @@ create or replace function queue.register_worker(name text, queues text[] defaul
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     queues := queue._narrow_queues('{worker}', queues);
   end if;
   return queue._register_worker(name, queues, info);
@@ -15191,7 +15191,7 @@ declare
   v_may_maintain boolean := current_setting('transaction_isolation') = 'read committed'
     and pg_current_xact_id_if_assigned() is null;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_worker(heartbeat.worker);
   end if;
   if heartbeat.memory < 0 then
@@ -15228,7 +15228,7 @@ returns table (id bigint, claim bigint)
 language plpgsql stable parallel safe security definer
 set search_path = pg_catalog, pg_temp as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_worker(claims.worker);
   end if;
   return query
@@ -15268,7 +15268,7 @@ declare
   v_claim record;
   v_ids bigint[] := '{}'::bigint[];
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_worker(deregister_worker.worker);
   end if;
   perform queue._check_isolation();
@@ -17232,7 +17232,7 @@ begin
   then
     perform queue._check_isolation();
     if to_regclass('queue.unrestricted') is null then
-      perform queue._not_installed();
+      perform queue._check_installed();
       perform queue._require_worker(worker);
       queues := queue._narrow_queues('{worker}', queues);
     end if;
@@ -17331,7 +17331,7 @@ begin
   then
     perform queue._check_isolation();
     if to_regclass('queue.unrestricted') is null then
-      perform queue._not_installed();
+      perform queue._check_installed();
       perform queue._require_worker(worker);
       perform queue._require_outcomes(finish_and_fetch.outcomes);
       queues := queue._narrow_queues('{worker}', queues);
@@ -17521,7 +17521,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_task text;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_claims(array[function_call.id], array[function_call.claim]);
   end if;
   select c.task, c.args, c.timeout,
@@ -17650,7 +17650,7 @@ declare
   v_due timestamptz;
   v_ahead integer := 0;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_worker(before_sleep.worker);
     queues := queue._narrow_queues('{worker}', queues);
   end if;
@@ -17731,7 +17731,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_state text := coalesce(current_setting('pgdefer.sleeper', true), '');
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_worker(after_sleep.worker);
   end if;
   perform queue._leave_sleep_lock(v_state), queue._leave_line(after_sleep.worker, true);
@@ -18233,7 +18233,7 @@ declare
   v_active record;
   v_taken record;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', array[cancel.id]);
   end if;
   perform queue._lock_for_change(cancel.id);
@@ -18277,7 +18277,7 @@ declare
   v_before jsonb;
   v_taken record;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', array[hold.id]);
   end if;
   perform queue._lock_for_change(hold.id);
@@ -18306,7 +18306,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_before jsonb;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', array[unhold.id]);
   end if;
   perform queue._lock_for_change(unhold.id);
@@ -18346,7 +18346,7 @@ declare
   v_ended bigint[];
   v_done bigint[] := '{}'::bigint[];
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', array[cancel_children.job]);
   end if;
   perform queue._check_isolation();
@@ -18447,7 +18447,7 @@ declare
   v_job record;
   v_done bigint[] := '{}'::bigint[];
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', move.ids);
     perform queue._require_queue('{operator}', move.queue);
   end if;
@@ -18487,7 +18487,7 @@ declare
   v_job record;
   v_done bigint[] := '{}'::bigint[];
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', set_priority.ids);
   end if;
   if set_priority.priority is null then
@@ -18521,7 +18521,7 @@ declare
   v_job record;
   v_done bigint[] := '{}'::bigint[];
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', set_deadline.ids);
   end if;
   perform queue._check_moment('at', set_deadline.at, true);
@@ -18551,7 +18551,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_before jsonb;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', array[reschedule.id]);
   end if;
   if not isfinite(reschedule.at) then
@@ -18591,7 +18591,7 @@ declare
   v_args jsonb;
   v_situation text;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', array[set_args.id]);
   end if;
   if jsonb_typeof(set_args.args) is distinct from 'object' then
@@ -18632,7 +18632,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_id bigint;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', array[copy.id]);
     perform queue._require_queue('{operator}', copy.queue) where copy.queue is not null;
   end if;
@@ -18735,7 +18735,7 @@ declare
   v_worker bigint;
   v_found record;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     queues := queue._narrow_queues('{operator}', queues);
   end if;
   perform queue._check_isolation();
@@ -18790,7 +18790,7 @@ declare
   v_id bigint;
   v_is_found boolean;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', array[fork.id]);
   end if;
   v_key := queue._step_key(fork.from_step);
@@ -18846,7 +18846,7 @@ declare
   v_taken record;
   v_message text := left(fail_jobs.message, 10000);
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', fail_jobs.ids);
   end if;
   perform queue._lock_all_for_change(fail_jobs.ids);
@@ -18891,7 +18891,7 @@ declare
   v_done bigint[] := '{}'::bigint[];
   v_taken record;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', done.ids);
   end if;
   perform queue._lock_all_for_change(done.ids);
@@ -18942,7 +18942,7 @@ declare
   v_before jsonb;
   v_done bigint[];
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', delete.ids);
   end if;
   perform queue._lock_all_for_change(delete.ids);
@@ -18982,7 +18982,7 @@ declare
   v_need record;
   v_before jsonb;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_queue('{operator}', delete_queue.name);
   end if;
   perform queue._check_isolation();
@@ -19150,7 +19150,7 @@ declare
   v_no integer;
   v_without bigint[] := '{}'::bigint[];
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', retry.ids);
     perform queue._require_queue('{operator}', retry.changes ->> 'queue')
     where retry.changes ->> 'queue' <> '';
@@ -19192,7 +19192,7 @@ returns table (id bigint, outcome text, error text)
 language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_queue('{operator}', retry_failed.queue);
   end if;
   perform queue._check_isolation();
@@ -19423,7 +19423,7 @@ declare
   v_before jsonb;
   v_affected integer;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_queue('{operator}', pause.queue);
   end if;
   perform queue._check_isolation();
@@ -19448,7 +19448,7 @@ declare
   v_before jsonb;
   v_affected integer;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_queue('{operator}', resume.queue);
   end if;
   perform queue._check_isolation();
@@ -19678,7 +19678,7 @@ declare
   v_retain interval;
   v_before jsonb;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_queue('{operator}', configure_queue.name);
   end if;
   perform queue._check_isolation();
@@ -19750,7 +19750,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_is_new boolean;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_queue('{operator}', create_queue.name);
   end if;
   perform queue._check_isolation();
@@ -19784,7 +19784,7 @@ declare
   v_weight jsonb;
   v_before jsonb;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_isolation();
   perform queue._check_name('pattern', configure_share.pattern);
   perform queue._check_keys('options', configure_share.options, array['weight']);
@@ -19841,7 +19841,7 @@ declare
   v_others bigint[];  -- jobs that may set limits in place of those that are gone
   v_keys record;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_isolation();
   perform queue._check_name('pattern', configure_key.pattern);
   perform queue._check_keys('options', coalesce(configure_key.options, 'null'), array['limit', 'rate']);
@@ -19951,7 +19951,7 @@ returns table (state text, result jsonb, error text)
 language plpgsql stable parallel safe security definer rows 1
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{producer,worker,operator,reader}', array[result.id]);
   end if;
   return query select j.state, j.result, j.error from queue.jobs j where j.id = result.id;
@@ -19971,7 +19971,7 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_allowed text[];
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{worker,operator,reader}', array[needs.id]);
     v_allowed := queue._allowed_queues('{worker,operator,reader}');
   end if;
@@ -20004,7 +20004,7 @@ declare
   v_now timestamptz := clock_timestamp();
   v_since timestamptz;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   select r.state, r.result, r.error into state, result, error from queue.result(await_result.id) r;
   if not state in ('succeeded', 'failed', 'cancelled') then
     select min(a.since) into v_since from queue.awaited a where a.id = await_result.id;
@@ -20043,7 +20043,7 @@ declare
   v_depths integer[];
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator,reader}', array[graph.id]);
   end if;
   if not exists (select from queue.job j where j.id = graph.id) then
@@ -20238,7 +20238,7 @@ declare
   v_job record;
   v_no_start text;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator,reader}', array[why.id]);
   end if;
   select j.id, j.state, j.reason, j.queue, j.task, j.lock, j.scheduled_at, j.worker_id, j.claim, j.started_at,
@@ -20503,7 +20503,7 @@ declare
   v_hidden jsonb;
 begin
   perform queue._match_queues(peek.queues) where peek.queues is not null;
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     queues := queue._narrow_queues('{worker,operator,reader}', queues);
   end if;
   if peek.n is null or peek.n < 1 then
@@ -20585,7 +20585,7 @@ returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security definer rows 10
 set search_path = pg_catalog, pg_temp set enable_nestloop = off set jit = off as $$
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   return query select c.problem, c.id, c.detail from queue._check_places() c;
   return query select c.problem, c.id, c.detail from queue._check_locks() c;
   return query select c.problem, c.id, c.detail from queue._check_semaphores() c;
@@ -21010,7 +21010,7 @@ declare
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
   v_hidden jsonb;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   v_hidden := queue._hidden_paths();
   loop
     v_ids := queue._candidates(search.state, v_before, v_n);
@@ -21080,7 +21080,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_args jsonb;
 begin
-  if to_regclass('queue.unrestricted') is null then perform queue._not_installed();
+  if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator,reader}', array[get.id]);
   end if;
   if get.path is null or get.path = '' then
@@ -21220,7 +21220,7 @@ declare
   v_allowed text[];
   v_hidden jsonb;
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   if list_jobs.max_jobs < 1 or list_jobs.max_jobs is null then
     perform queue._invalid('max_jobs must be at least 1', 'Pass the maximum number of jobs to return.');
   end if;
@@ -21263,7 +21263,7 @@ declare
   v_5m timestamptz := v_now - interval '5 minutes';
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   return query
     select k.queue, k.task, coalesce(u.scheduled, 0), coalesce(u.waiting, 0), coalesce(u.upstream_failed, 0),
       coalesce(u.blocked, 0),
@@ -21346,7 +21346,7 @@ declare
   v_5m timestamptz := v_now - interval '5 minutes';
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   if autoscale_hint.within is null or autoscale_hint.within < interval '1 second' then
     perform queue._invalid('within must be at least a second',
       'Pass the time within which ready jobs should start.');
@@ -21413,7 +21413,7 @@ declare
   v_to timestamptz;
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_within(series.within);
   if (extract(epoch from series.step) between 60 and extract(epoch from series.within)
     and mod(extract(epoch from series.step), 60) = 0) is not true then
@@ -21472,7 +21472,7 @@ declare
   v_from timestamptz;
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_within(task_stats.within);
   v_from := clock_timestamp() - task_stats.within;
   return query
@@ -21780,7 +21780,7 @@ returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security definer rows 12
 set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
-  if to_regclass('queue.installation') is null then perform queue._not_installed(); end if;
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   return query select h.name, h.status, h.detail, h.fix from queue._health(clock_timestamp()) h;
 end $$;
 comment on function queue.health() is

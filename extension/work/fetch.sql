@@ -24,7 +24,7 @@ begin
   then
     perform queue._check_isolation();
     if to_regclass('queue.unrestricted') is null then
-      perform queue._not_installed();
+      perform queue._check_installed();
       perform queue._require_worker(worker);
       queues := queue._narrow_queues('{worker}', queues);
     end if;
@@ -123,7 +123,7 @@ begin
   then
     perform queue._check_isolation();
     if to_regclass('queue.unrestricted') is null then
-      perform queue._not_installed();
+      perform queue._check_installed();
       perform queue._require_worker(worker);
       perform queue._require_outcomes(finish_and_fetch.outcomes);
       queues := queue._narrow_queues('{worker}', queues);

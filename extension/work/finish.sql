@@ -22,7 +22,7 @@ begin
     or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
     if to_regclass('queue.unrestricted') is null then
-      perform queue._not_installed();
+      perform queue._check_installed();
       perform queue._require_claims(array[succeed.id], array[succeed.claim]);
     end if;
   end if;
@@ -151,7 +151,7 @@ begin
     or current_setting('transaction_isolation') <> 'read committed' then
     perform queue._check_isolation();
     if to_regclass('queue.unrestricted') is null then
-      perform queue._not_installed();
+      perform queue._check_installed();
       perform queue._require_outcomes(finish_many.outcomes);
     end if;
   end if;

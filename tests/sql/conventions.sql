@@ -62,7 +62,7 @@ $$, 'and each code its message');
 
 select is_empty($$
   select p.proname from pg_proc p where p.pronamespace = 'queue'::regnamespace and p.proname !~ '^_'
-    and p.proname not in ('install', 'migrate', 'version', 'uninstall', 'backoff', 'next_runs', 'is_busy', 'run_function', 'work') and p.prosrc !~ 'queue\.(_not_installed|_defer_any)\('
+    and p.proname not in ('install', 'migrate', 'version', 'uninstall', 'backoff', 'next_runs', 'is_busy', 'run_function', 'work') and p.prosrc !~ 'queue\.(_check_installed|_defer_any)\('
 $$, 'every function that needs the tables says QJ090 without them');
 
 -- Tables, views, constraints, indexes
