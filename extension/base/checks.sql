@@ -248,7 +248,7 @@ create or replace function queue._check_max_jobs(p_max_jobs integer)
 returns void language plpgsql immutable parallel safe security invoker as $$
 begin
   if p_max_jobs is null or p_max_jobs < 1 then
-    perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.',
+    perform queue._invalid('max_jobs must be at least 1', 'Pass 1 or more.',
       format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
   end if;
 end $$;

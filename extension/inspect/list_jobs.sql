@@ -14,9 +14,7 @@ declare
   v_hidden jsonb;
 begin
   {{installed}}
-  if list_jobs.max_jobs < 1 or list_jobs.max_jobs is null then
-    perform queue._invalid('max_jobs must be at least 1', 'Pass the maximum number of jobs to return.');
-  end if;
+  perform queue._check_max_jobs(list_jobs.max_jobs);
   v_allowed := queue._allowed_queues('{operator,reader}');
   v_hidden := queue._hidden_paths();
   return query

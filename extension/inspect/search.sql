@@ -162,9 +162,8 @@ begin
   elsif p_max_bytes < 1 then
     perform queue._invalid('max_bytes must be at least 1',
       'Pass how many bytes to read, or NULL for no limit.');
-  elsif p_max_jobs < 1 or p_max_jobs is null then
-    perform queue._invalid('max_jobs must be at least 1', 'Pass the maximum number of jobs to return.');
   end if;
+  perform queue._check_max_jobs(p_max_jobs);
   if p_queue is not null then
     perform queue._check_name('queue', p_queue);
   end if;

@@ -2161,7 +2161,7 @@ create or replace function queue._check_max_jobs(p_max_jobs integer)
 returns void language plpgsql immutable parallel safe security invoker as $$
 begin
   if p_max_jobs is null or p_max_jobs < 1 then
-    perform queue._invalid('max_jobs must be at least 1', 'Ask for 1 job or more.',
+    perform queue._invalid('max_jobs must be at least 1', 'Pass 1 or more.',
       format('max_jobs: %s', coalesce(p_max_jobs::text, 'NULL')));
   end if;
 end $$;
@@ -14659,9 +14659,8 @@ declare
 begin
   if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_isolation();
-  if prune.max_jobs is null or prune.max_jobs < 1 then
-    perform queue._invalid('max_jobs must be at least 1', 'Pass the maximum number of jobs to remove.');
-  elsif not prune.state = any ('{succeeded,failed,cancelled,audit}'::text[]) then
+  perform queue._check_max_jobs(prune.max_jobs);
+  if not prune.state = any ('{succeeded,failed,cancelled,audit}'::text[]) then
     perform queue._invalid('state is not one of its values', 'Allowed: succeeded, failed, cancelled, audit.',
       'state: ' || left(prune.state, 200));
   elsif prune.older_than is not null and prune.state is null then
@@ -21141,9 +21140,8 @@ begin
   elsif p_max_bytes < 1 then
     perform queue._invalid('max_bytes must be at least 1',
       'Pass how many bytes to read, or NULL for no limit.');
-  elsif p_max_jobs < 1 or p_max_jobs is null then
-    perform queue._invalid('max_jobs must be at least 1', 'Pass the maximum number of jobs to return.');
   end if;
+  perform queue._check_max_jobs(p_max_jobs);
   if p_queue is not null then
     perform queue._check_name('queue', p_queue);
   end if;
@@ -21221,9 +21219,7 @@ declare
   v_hidden jsonb;
 begin
   if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
-  if list_jobs.max_jobs < 1 or list_jobs.max_jobs is null then
-    perform queue._invalid('max_jobs must be at least 1', 'Pass the maximum number of jobs to return.');
-  end if;
+  perform queue._check_max_jobs(list_jobs.max_jobs);
   v_allowed := queue._allowed_queues('{operator,reader}');
   v_hidden := queue._hidden_paths();
   return query

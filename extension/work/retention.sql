@@ -21,9 +21,8 @@ declare
 begin
   {{installed}}
   perform queue._check_isolation();
-  if prune.max_jobs is null or prune.max_jobs < 1 then
-    perform queue._invalid('max_jobs must be at least 1', 'Pass the maximum number of jobs to remove.');
-  elsif not prune.state = any ('{succeeded,failed,cancelled,audit}'::text[]) then
+  perform queue._check_max_jobs(prune.max_jobs);
+  if not prune.state = any ('{succeeded,failed,cancelled,audit}'::text[]) then
     perform queue._invalid('state is not one of its values', 'Allowed: succeeded, failed, cancelled, audit.',
       'state: ' || left(prune.state, 200));
   elsif prune.older_than is not null and prune.state is null then
