@@ -147,16 +147,16 @@ end $$;
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: nothing of it remains.
 create or replace function queue._settling_error(p_id bigint, p_kind text, p_flags smallint, p_payload jsonb)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_is_settled boolean := false;
 begin
-  perform queue._settle_slots(array[p_id], array[p_kind], array[p_flags],
-    case when p_payload is not null then array[p_payload] end);
-  perform queue._settle(array[p_id], array[p_kind], array[p_flags]);
-  v_is_settled := true;
-  raise raise_exception;  -- rolls it back
-exception when {{fault}} then
-  return case when not v_is_settled then format('%s (%s)', sqlerrm, sqlstate) end;
+  begin
+    perform queue._settle_slots(array[p_id], array[p_kind], array[p_flags],
+      case when p_payload is not null then array[p_payload] end);
+    perform queue._settle(array[p_id], array[p_kind], array[p_flags]);
+    {{roll_back}}
+    when {{fault}} then
+      return format('%s (%s)', sqlerrm, sqlstate);
+  end;
+  return null;
 end $$;
 
 -- Hands up to a hundred of those that were shelved to the next admission, if they can be settled now.
