@@ -21,7 +21,7 @@ declare
   v_moved record;
 begin
   insert into queue.pending_settlement (job_id, kind, flags)
-  select u.id, 'recheck', {{needed}} from unnest(v_earlier.late) u (id);
+  select u.id, 'recheck', {{needed}} from unnest(v_earlier.rest) u (id);
   if v_ids is null then
     return;
   end if;
@@ -82,10 +82,10 @@ end $$;
 
 -- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline by that. It goes from
 -- all jobs to all their needs at once, so that a job passes on only the earliest of many deadlines, and again
--- only an earlier one. late: those that it has come to after 20 rounds and 50 ms. p_takes: as for
+-- only an earlier one. rest: those that it has come to after 20 rounds and 50 ms. p_takes: as for
 -- _propagate_deadline.
 create or replace function queue._earlier_deadlines(p_ids bigint[], p_takes boolean, out ids bigint[],
-  out deadlines timestamptz[], out late bigint[])
+  out deadlines timestamptz[], out rest bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_until constant timestamptz := clock_timestamp() + interval '50 ms';
@@ -127,7 +127,7 @@ begin
     where x.deadline < coalesce(x.old_deadline, 'infinity');
     v_rounds := v_rounds + 1;
     if v_rounds > 20 and clock_timestamp() > v_until then
-      late := v_next.ids;
+      rest := v_next.ids;
       exit;
     end if;
     v_found := v_found || v_next.ids;

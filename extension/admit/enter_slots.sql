@@ -24,9 +24,9 @@ begin
         select s.grown from queue._queue_entries(v_turns.asked) a
         cross join lateral queue._take_slots(a.ids, a.lanes, a.deadlines, a.flags, a.attempts, true) s);
     end if;
-    if v_turns.late is not null then
+    if v_turns.postponed is not null then
       v_entries := queue._queue_entries(array(select u.id from unnest(v_entries.ids) u (id)
-        where u.id <> all (v_turns.late)));
+        where u.id <> all (v_turns.postponed)));
       if v_entries.ids is null then
         return;
       end if;
@@ -262,11 +262,11 @@ end $$;
 -- The ordered job that had the turn when its lock became mixed may be ready, running or waiting for another
 -- slot without having used the semaphore. Before a mutex job can become ready, that job must go through the
 -- semaphore, or be counted.
--- asked: ordered jobs that were taken out for that; keys: semaphores in which that left room; late: mutex
--- jobs that must come back later, because another transaction holds the row of the ordered one.
+-- asked: ordered jobs that were taken out for that; keys: semaphores in which that left room; postponed:
+-- mutex jobs that must come back later, because another transaction holds the row of the ordered one.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[],
-  out keys text[], out late bigint[])
+  out keys text[], out postponed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_turn record;
@@ -295,7 +295,7 @@ begin
     where aj.id = v_turn.id for update skip locked;
     if not found then
       if exists (select from queue.active_job aj where aj.id = v_turn.id) then
-        late := late || v_turn.mutex_ids;
+        postponed := postponed || v_turn.mutex_ids;
       end if;
     elsif v_job.claim is not null then
       perform queue._set_slots(array[v_turn.key], array[1], array[v_turn.id]);
@@ -312,5 +312,5 @@ begin
   end loop;
   insert into queue.waiting (id, reason, at, key)
   select k.id, 'slot', clock_timestamp() + interval '20 ms', k.key
-  from queue._keys_of(p_ids, p_flags) k where k.id = any (late) and left(k.key, 1) = 'm';
+  from queue._keys_of(p_ids, p_flags) k where k.id = any (postponed) and left(k.key, 1) = 'm';
 end $$;

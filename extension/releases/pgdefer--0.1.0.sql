@@ -8385,9 +8385,9 @@ begin
         select s.grown from queue._queue_entries(v_turns.asked) a
         cross join lateral queue._take_slots(a.ids, a.lanes, a.deadlines, a.flags, a.attempts, true) s);
     end if;
-    if v_turns.late is not null then
+    if v_turns.postponed is not null then
       v_entries := queue._queue_entries(array(select u.id from unnest(v_entries.ids) u (id)
-        where u.id <> all (v_turns.late)));
+        where u.id <> all (v_turns.postponed)));
       if v_entries.ids is null then
         return;
       end if;
@@ -8623,11 +8623,11 @@ end $$;
 -- The ordered job that had the turn when its lock became mixed may be ready, running or waiting for another
 -- slot without having used the semaphore. Before a mutex job can become ready, that job must go through the
 -- semaphore, or be counted.
--- asked: ordered jobs that were taken out for that; keys: semaphores in which that left room; late: mutex
--- jobs that must come back later, because another transaction holds the row of the ordered one.
+-- asked: ordered jobs that were taken out for that; keys: semaphores in which that left room; postponed:
+-- mutex jobs that must come back later, because another transaction holds the row of the ordered one.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[],
-  out keys text[], out late bigint[])
+  out keys text[], out postponed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_turn record;
@@ -8656,7 +8656,7 @@ begin
     where aj.id = v_turn.id for update skip locked;
     if not found then
       if exists (select from queue.active_job aj where aj.id = v_turn.id) then
-        late := late || v_turn.mutex_ids;
+        postponed := postponed || v_turn.mutex_ids;
       end if;
     elsif v_job.claim is not null then
       perform queue._set_slots(array[v_turn.key], array[1], array[v_turn.id]);
@@ -8673,7 +8673,7 @@ begin
   end loop;
   insert into queue.waiting (id, reason, at, key)
   select k.id, 'slot', clock_timestamp() + interval '20 ms', k.key
-  from queue._keys_of(p_ids, p_flags) k where k.id = any (late) and left(k.key, 1) = 'm';
+  from queue._keys_of(p_ids, p_flags) k where k.id = any (postponed) and left(k.key, 1) = 'm';
 end $$;
 
 -- admit/refill.sql
@@ -8795,7 +8795,7 @@ declare
   v_moved record;
 begin
   insert into queue.pending_settlement (job_id, kind, flags)
-  select u.id, 'recheck', 4096/* needed */ from unnest(v_earlier.late) u (id);
+  select u.id, 'recheck', 4096/* needed */ from unnest(v_earlier.rest) u (id);
   if v_ids is null then
     return;
   end if;
@@ -8856,10 +8856,10 @@ end $$;
 
 -- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline by that. It goes from
 -- all jobs to all their needs at once, so that a job passes on only the earliest of many deadlines, and again
--- only an earlier one. late: those that it has come to after 20 rounds and 50 ms. p_takes: as for
+-- only an earlier one. rest: those that it has come to after 20 rounds and 50 ms. p_takes: as for
 -- _propagate_deadline.
 create or replace function queue._earlier_deadlines(p_ids bigint[], p_takes boolean, out ids bigint[],
-  out deadlines timestamptz[], out late bigint[])
+  out deadlines timestamptz[], out rest bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_until constant timestamptz := clock_timestamp() + interval '50 ms';
@@ -8901,7 +8901,7 @@ begin
     where x.deadline < coalesce(x.old_deadline, 'infinity');
     v_rounds := v_rounds + 1;
     if v_rounds > 20 and clock_timestamp() > v_until then
-      late := v_next.ids;
+      rest := v_next.ids;
       exit;
     end if;
     v_found := v_found || v_next.ids;
