@@ -64,7 +64,7 @@ begin
 end $$;
 
 -- The invariants of tags, for queue.check().
-create or replace function queue._check_shares()
+create or replace function queue._check_tags()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
 begin

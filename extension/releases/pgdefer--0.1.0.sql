@@ -7650,7 +7650,7 @@ begin
 end $$;
 
 -- The invariants of tags, for queue.check().
-create or replace function queue._check_shares()
+create or replace function queue._check_tags()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
 begin
@@ -20588,7 +20588,7 @@ begin
   return query select c.problem, c.id, c.detail from queue._check_places() c;
   return query select c.problem, c.id, c.detail from queue._check_locks() c;
   return query select c.problem, c.id, c.detail from queue._check_semaphores() c;
-  return query select c.problem, c.id, c.detail from queue._check_shares() c;
+  return query select c.problem, c.id, c.detail from queue._check_tags() c;
   return query select c.problem, c.id, c.detail from queue._check_need_rows() c;
   return query select c.problem, c.id, c.detail from queue._check_claim_rows() c;
   return query select c.problem, c.id, c.detail from queue._check_schedules() c;
