@@ -121,7 +121,7 @@ def test_imports_go_one_way() -> None:
     assert upwards == []
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_cycle() -> None:
     graph = {module: imports(module) for module in MODULES}
     while leaves := {module for module, others in graph.items() if not others & graph.keys()}:
         for module in leaves:

@@ -144,8 +144,8 @@ call pg_temp.clear();
 -- A job awaits another one even if it needs only any of its needs, or none any more. Settled and not.
 select queue.defer('t') as done \gset
 select queue.succeed(:done, pg_temp.claim(:done));
-create temp table circles (mode text, ignores boolean, is_settled boolean, said text);
-create procedure pg_temp.circle(lock text, mode text, ignores boolean, is_settled boolean, done bigint) language plpgsql as $$
+create temp table cycles (mode text, ignores boolean, is_settled boolean, said text);
+create procedure pg_temp.cycle(lock text, mode text, ignores boolean, is_settled boolean, done bigint) language plpgsql as $$
 declare
   v_holder bigint;
   v_between bigint;
@@ -174,17 +174,17 @@ begin
     perform queue.tick();
     commit;
   end if;
-  insert into circles values (mode, ignores, is_settled, case when mode = 'holder'
+  insert into cycles values (mode, ignores, is_settled, case when mode = 'holder'
     then pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', v_between, v_claim, v_behind)
     else pg_temp.refusal('select queue.await_jobs(%s, %s, ''aw'', array[%s])', v_holder, v_holder_claim, v_between) end);
 end $$;
-call pg_temp.circle('1', 'none', true, true, :done);
-call pg_temp.circle('2', 'none', true, false, :done);
-call pg_temp.circle('3', 'between', false, true, :done);
-call pg_temp.circle('4', 'between', false, false, :done);
-call pg_temp.circle('5', 'holder', false, true, :done);
-call pg_temp.circle('6', 'holder', false, false, :done);
-select is((select count(*) from circles c where c.said like 'the new need would create a dependency cycle:%'), 6::bigint, 'so such circles are refused, too');
+call pg_temp.cycle('1', 'none', true, true, :done);
+call pg_temp.cycle('2', 'none', true, false, :done);
+call pg_temp.cycle('3', 'between', false, true, :done);
+call pg_temp.cycle('4', 'between', false, false, :done);
+call pg_temp.cycle('5', 'holder', false, true, :done);
+call pg_temp.cycle('6', 'holder', false, false, :done);
+select is((select count(*) from cycles c where c.said like 'the new need would create a dependency cycle:%'), 6::bigint, 'so such cycles are refused, too');
 call pg_temp.clear();
 
 -- Walks: how often the needs of a job are looked up
