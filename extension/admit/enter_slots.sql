@@ -3,8 +3,8 @@
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
 -- p_from, p_places: they were the first that waited for these keys, in that order (_refill). grown: keys
--- whose limit has grown, or for which a job waits that would fit; discarded: jobs in no gate that would have
--- to wait, and must be discarded instead (on_limit).
+-- whose limit has grown, or for which a job waits that would fit, or that may come before a ready one;
+-- discarded: jobs in no gate that would have to wait, and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_from text[] default null,
   p_places timestamptz[] default null, out discarded bigint[], out grown text[])
@@ -139,13 +139,13 @@ begin
     array_agg({{free_slots}} order by u.n) as free,
     array_agg(queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
       order by u.n) as rate_room,
-    bool_or(s.rate_limit is not null) as have_rates,
+    bool_or(s.rate_limit is not null) as have_rates, array_agg(s.limit_id order by u.n) as newest,
     array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
     array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting
   into v_counts
   from unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n)
   cross join lateral (
-    select s.slots, s.used, s.rate_limit, s.rate_per, s.ready, s.waiting,
+    select s.slots, s.used, s.rate_limit, s.rate_per, s.limit_id, s.ready, s.waiting,
       array_position(s.lanes, u.lane) as at
     from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s;
   if p_from is not null then
@@ -206,8 +206,10 @@ begin
     elsif p_ids[v_n] = any (v_keys.discards) then
       discarded := discarded || p_ids[v_n];
     else
-      if v_fits then
-        -- those that wait are too heavy, or this job comes before them
+      if v_fits or not p_is_refill and v_counts.ready[v_shut] > 0
+        and least(v_counts.free[v_shut], v_counts.rate_room[v_shut]) > 0
+        and (p_deadlines[v_n] < 'infinity' or p_ids[v_n] < v_counts.newest[v_shut]) then
+        -- those that wait are too heavy, or this job comes before them, or before some that are ready
         grown := array_remove(grown, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
       end if;
       v_waiting[v_shut] := v_waiting[v_shut] + 1;

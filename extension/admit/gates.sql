@@ -67,7 +67,13 @@ begin
     if v_turned <> '{}' then
       null;
     elsif v_keys <> '{}' then
-      v_keys := queue._refill(v_keys);
+      v_step := queue._make_way(v_keys);
+      if v_step.ids <> '{}' then
+        v_arrived := v_step.ids;
+        v_keys := v_keys || v_step.keys;
+      else
+        v_keys := queue._refill(v_keys);
+      end if;
     elsif v_locks <> '{}' then
       v_step := queue._give_turn_to_older(v_locks, '{}');
       v_locks := null;

@@ -33,7 +33,7 @@ declare
   v_count record;
   v_room integer;
   v_next record;  -- the jobs that get the slots
-  v_deadline timestamptz;  -- of the first of these, or before all that wait
+  v_deadline timestamptz;  -- of the first of these
   v_id bigint;
   v_ready record;
   v_tids tid[];  -- the ready jobs that are claimed
@@ -57,12 +57,7 @@ begin
   v_room := least(v_count.slots - v_count.used - v_count.ready[1], v_count.waiting[1]);
   if v_count.is_plain is not true then
     return;
-  end if;
-  if v_count.waiting[1] > 0 then
-    v_deadline := v_count.low_deadlines[1];
-    v_id := v_count.lows[1];
-  end if;
-  if v_room > 0 then
+  elsif v_room > 0 then
     select array_agg(w.tid) as tids, array_agg(w.id) as ids, array_agg(w.attempt) as attempts,
       array_agg(w.deadline) as deadlines, array_agg(w.flags) as flags, bit_or(w.flags) as all_flags,
       max(w.old_deadline) as last_deadline, bool_or(w.is_special) as are_special,
@@ -182,8 +177,8 @@ begin
 end $$;
 
 -- Locks the first p_n ready jobs of a lane, if they have p_key alone and nothing that their claim must look
--- at, and come before (p_deadline, p_id), the first of the jobs that wait or are about to become ready (NULL:
--- none): else tids and ids are NULL. flags: all of theirs together.
+-- at, and come before the job (p_deadline, p_id), which is about to become ready (NULL: none): else tids and
+-- ids are NULL. flags: all of theirs together.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._lock_ready(
   p_lane integer, p_key text, p_n integer, p_deadline timestamptz, p_id bigint,

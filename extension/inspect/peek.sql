@@ -18,7 +18,7 @@ begin
   end if;
   v_hidden := queue._hidden_paths();
   return query
-    with ready as materialized (
+    with admitted as (
       -- the lanes of a queue and priority as one
       select c.id, g.queue, g.priority, c.deadline
       from (
@@ -38,11 +38,6 @@ begin
           where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.deadline, l.id) and aj.claim is null
           order by aj.deadline, aj.id limit peek.n) aj
         order by aj.deadline, aj.id limit peek.n) c),
-    early as (
-      select w.id, l.queue, l.priority, w.deadline
-      from unnest(queue._find_earlier(array(select r.id from ready r))) u (id)
-      join queue.waiting w on w.id = u.id
-      join queue.lane l on l.lane = w.lane),
     fresh as (
       select a.id, a.queue, a.priority, a.deadline
       from (
@@ -63,7 +58,7 @@ begin
       select c.id, c.queue, c.priority, c.deadline,
         first_value(c.id) over (partition by c.queue, c.priority order by c.deadline, c.id) as first_id,
         row_number() over (partition by c.queue order by c.priority desc, c.deadline, c.id) as place
-      from (select * from ready union all select * from early union all select * from fresh) c),
+      from (select * from admitted union all select * from fresh) c),
     room as (
       select q.queue, queue._queue_room(q.queue, peek.n, clock_timestamp()) as jobs
       from queue.queue_config q offset 0)

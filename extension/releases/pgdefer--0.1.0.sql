@@ -7252,10 +7252,10 @@ end $$;
 -- under the admission lock, so that the limit is hard.
 --
 -- Slots are taken at the claim, not before, so that a job which no worker starts holds none. For each key and
--- lane, as many unclaimed jobs are in queue.active_job (`ready`) as the key has free slots, so that fetch
--- does not read jobs that can't start. The others wait in queue.waiting; if one comes before a ready job,
--- fetch takes it first (_find_earlier). A ready job whose key is full goes back there if fetch meets it. One
--- with several keys waits for the first full one, and holds none. Rows are replaced, and read newest first.
+-- lane, at most as many unclaimed jobs are in queue.active_job (`ready`) as the key has free slots, so that
+-- fetch does not read jobs that can't start. The others wait in queue.waiting, and none of them comes before
+-- a ready one (_make_way). If fetch meets a ready job whose key is full, the job goes back there. A job with
+-- several keys waits for the first full one, and holds none. Rows are replaced, and read newest first.
 
 -- The keys of jobs by their flags: 'm' || lock and 'k' || concurrency key. n: the job's place in p_ids.
 create or replace function queue._keys_of(p_ids bigint[], p_flags smallint[])
@@ -8364,8 +8364,8 @@ end $$;
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
 -- p_from, p_places: they were the first that waited for these keys, in that order (_refill). grown: keys
--- whose limit has grown, or for which a job waits that would fit; discarded: jobs in no gate that would have
--- to wait, and must be discarded instead (on_limit).
+-- whose limit has grown, or for which a job waits that would fit, or that may come before a ready one;
+-- discarded: jobs in no gate that would have to wait, and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_from text[] default null,
   p_places timestamptz[] default null, out discarded bigint[], out grown text[])
@@ -8500,13 +8500,13 @@ begin
     array_agg(least(s.slots, 1000000000/* most_slots */) - s.used order by u.n) as free,
     array_agg(queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
       order by u.n) as rate_room,
-    bool_or(s.rate_limit is not null) as have_rates,
+    bool_or(s.rate_limit is not null) as have_rates, array_agg(s.limit_id order by u.n) as newest,
     array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
     array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting
   into v_counts
   from unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n)
   cross join lateral (
-    select s.slots, s.used, s.rate_limit, s.rate_per, s.ready, s.waiting,
+    select s.slots, s.used, s.rate_limit, s.rate_per, s.limit_id, s.ready, s.waiting,
       array_position(s.lanes, u.lane) as at
     from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s;
   if p_from is not null then
@@ -8567,8 +8567,10 @@ begin
     elsif p_ids[v_n] = any (v_keys.discards) then
       discarded := discarded || p_ids[v_n];
     else
-      if v_fits then
-        -- those that wait are too heavy, or this job comes before them
+      if v_fits or not p_is_refill and v_counts.ready[v_shut] > 0
+        and least(v_counts.free[v_shut], v_counts.rate_room[v_shut]) > 0
+        and (p_deadlines[v_n] < 'infinity' or p_ids[v_n] < v_counts.newest[v_shut]) then
+        -- those that wait are too heavy, or this job comes before them, or before some that are ready
         grown := array_remove(grown, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
       end if;
       v_waiting[v_shut] := v_waiting[v_shut] + 1;
@@ -8678,7 +8680,7 @@ end $$;
 
 -- admit/refill.sql
 -- Slots that become free go to the jobs that wait for them.
--- Tests: admit/slots.sql, admit/rates.sql.
+-- Tests: admit/refill.sql, admit/slots.sql, admit/rates.sql.
 
 -- Gives free slots of keys to waiting jobs, in each lane by deadline and id. Jobs with several keys may have
 -- to wait for another key, so it looks at more jobs, up to some hundreds; the next admission continues.
@@ -8769,6 +8771,70 @@ begin
   end loop;
   perform queue._await_rates(p_keys);
   return v_grown;
+end $$;
+
+-- A ready job holds no slot until it is claimed. If jobs begin to wait that come before ready ones of their
+-- key and lane, takes out as many of these by weight, the last ones: ids. They arrive anew, and wait behind
+-- the others. keys: semaphores in which that left room. Not where shares take turns. Of the ready jobs of a
+-- lane it looks at the last 1,000 that have keys.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+-- Why no wake-up is lost: _advance sends the jobs on, and then calls _refill for their keys.
+create or replace function queue._make_way(p_keys text[], out ids bigint[], out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_later bigint[];
+begin
+  v_later := array(
+    with line as materialized (
+      select s.key, l.lane, l.ready, l.low, l.low_deadline
+      from (select distinct u.key from unnest(p_keys) u (key)) u
+      cross join lateral (
+        select s.key, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines, least(least(s.slots, 1000000000/* most_slots */) - s.used,
+          queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())) as room
+        from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
+      cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
+        l (lane, ready, waiting, low, low_deadline)
+      where l.waiting > 0 and s.room between 1 and l.ready and l.low_deadline >= '0001-01-01 00:00+00'),
+    later as (
+      select a.lane, array_agg(aj.id) as ids, array_agg(aj.flags) as flags, array_agg(aj.deadline) as deadlines
+      from (
+        select l.lane, array_agg(substr(l.key, 2)) as names,
+          (array_agg(l.low_deadline order by l.low_deadline, l.low))[1] as low_deadline,
+          (array_agg(l.low order by l.low_deadline, l.low))[1] as low
+        from line l group by l.lane) a
+      cross join lateral (
+        select aj.id, aj.flags, aj.deadline from queue.active_job aj
+        where aj.lane = a.lane and (aj.deadline, aj.id) > (a.low_deadline, a.low) and aj.claim is null
+          and aj.flags & 6/* slots */ <> 0
+        order by aj.deadline desc, aj.id desc limit 1000) aj
+      where exists (select from queue.job j
+        where j.id = aj.id and (j.keys && a.names or j.lock = any (a.names)) offset 0)
+      group by a.lane),
+    queued as (
+      select k.key, a.lane, k.id, a.deadlines[k.n] as deadline, k.weight, true as is_ready
+      from later a
+      cross join lateral queue._keys_of(a.ids, a.flags) k
+      join line l on l.key = k.key and l.lane = a.lane
+      union all
+      select l.key, l.lane, w.id, w.deadline, w.weight, false
+      from line l
+      cross join lateral (
+        select w.deadline, w.id, coalesce(w.weight, 1) as weight from queue.waiting w
+        where w.reason = 'slot' and w.key = l.key and w.lane = l.lane
+          and (w.deadline, w.id) >= (l.low_deadline, l.low)
+        order by w.deadline, w.id limit l.ready) w)
+    select x.id
+    from (
+      select q.id, q.is_ready,
+        -- what those that wait before it weigh, and the ready ones behind it
+        sum(q.weight) filter (where not q.is_ready) over o as before,
+        sum(q.weight) filter (where q.is_ready) over (partition by q.key, q.lane
+          order by q.deadline desc, q.id desc) - q.weight as behind
+      from queued q window o as (partition by q.key, q.lane order by q.deadline, q.id)) x
+    where x.is_ready and x.behind < x.before);
+  if v_later <> '{}' then
+    select t.ids, t.keys into ids, keys from queue._dequeue_all(v_later) t;
+  end if;
 end $$;
 
 -- admit/deadlines.sql
@@ -10261,7 +10327,7 @@ declare
   v_count record;
   v_room integer;
   v_next record;  -- the jobs that get the slots
-  v_deadline timestamptz;  -- of the first of these, or before all that wait
+  v_deadline timestamptz;  -- of the first of these
   v_id bigint;
   v_ready record;
   v_tids tid[];  -- the ready jobs that are claimed
@@ -10285,12 +10351,7 @@ begin
   v_room := least(v_count.slots - v_count.used - v_count.ready[1], v_count.waiting[1]);
   if v_count.is_plain is not true then
     return;
-  end if;
-  if v_count.waiting[1] > 0 then
-    v_deadline := v_count.low_deadlines[1];
-    v_id := v_count.lows[1];
-  end if;
-  if v_room > 0 then
+  elsif v_room > 0 then
     select array_agg(w.tid) as tids, array_agg(w.id) as ids, array_agg(w.attempt) as attempts,
       array_agg(w.deadline) as deadlines, array_agg(w.flags) as flags, bit_or(w.flags) as all_flags,
       max(w.old_deadline) as last_deadline, bool_or(w.is_special) as are_special,
@@ -10410,8 +10471,8 @@ begin
 end $$;
 
 -- Locks the first p_n ready jobs of a lane, if they have p_key alone and nothing that their claim must look
--- at, and come before (p_deadline, p_id), the first of the jobs that wait or are about to become ready (NULL:
--- none): else tids and ids are NULL. flags: all of theirs together.
+-- at, and come before the job (p_deadline, p_id), which is about to become ready (NULL: none): else tids and
+-- ids are NULL. flags: all of theirs together.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._lock_ready(
   p_lane integer, p_key text, p_n integer, p_deadline timestamptz, p_id bigint,
@@ -10589,7 +10650,13 @@ begin
     if v_turned <> '{}' then
       null;
     elsif v_keys <> '{}' then
-      v_keys := queue._refill(v_keys);
+      v_step := queue._make_way(v_keys);
+      if v_step.ids <> '{}' then
+        v_arrived := v_step.ids;
+        v_keys := v_keys || v_step.keys;
+      else
+        v_keys := queue._refill(v_keys);
+      end if;
     elsif v_locks <> '{}' then
       v_step := queue._give_turn_to_older(v_locks, '{}');
       v_locks := null;
@@ -15431,7 +15498,7 @@ end $$;
 
 -- work/ready_early.sql
 -- Making jobs ready that wait for a slot, for a claim that would not come to them in their order.
--- Tests: work/ready_early.sql, admit/rates.sql, work/fetch.sql.
+-- Tests: admit/rates.sql, work/fetch.sql.
 
 -- Moves jobs that wait for slots to queue.active_job, although others are ready before them: the caller
 -- claims them. Returns their ids. Of each key and lane it moves the first ones, as far as their weights have
@@ -15485,54 +15552,6 @@ begin
   return v_moved.ids;
 end $$;
 
--- The jobs that wait for a slot although they come before one of these ready jobs of their key and lane, as
--- far as they fit: they were admitted when the others were ready already. At most as many as these; none
--- where shares take turns. Once _make_ready_early has moved them, the jobs that they pass stay ready until a
--- claim meets the full key.
-create or replace function queue._find_earlier(p_ids bigint[])
-returns bigint[] language plpgsql stable parallel safe security invoker as $$
-begin
-  return array(
-    with ready as materialized (
-      select k.key, a.lanes[k.n] as lane, a.deadlines[k.n] as deadline, k.id, k.weight
-      from (
-        select array_agg(aj.id) as ids, array_agg(aj.flags) as flags, array_agg(aj.lane) as lanes,
-          array_agg(aj.deadline) as deadlines
-        from queue.active_job aj
-        where aj.id = any (p_ids) and aj.claim is null and aj.flags & 6/* slots */ <> 0) a
-      cross join lateral queue._keys_of(a.ids, a.flags) k),
-    line as materialized (
-      select r.key, r.lane, s.slots, l.low_deadline, l.low,
-        least(least(s.slots, 1000000000/* most_slots */) - s.used,
-          queue._rate_room(r.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())) as room
-      from (
-        select distinct on (r.key, r.lane) r.key, r.lane, r.deadline, r.id from ready r
-        order by r.key, r.lane, r.deadline desc, r.id desc) r
-      cross join lateral (
-        select s.slots, s.used, s.rate_limit, s.rate_per, s.lanes, s.waiting, s.lows, s.low_deadlines
-        from queue.semaphore s where s.key = r.key order by s.tick desc limit 1) s
-      cross join lateral unnest(s.lanes, s.waiting, s.lows, s.low_deadlines)
-        l (lane, waiting, low, low_deadline)
-      where l.lane = r.lane and l.waiting > 0 and l.low_deadline >= '0001-01-01 00:00+00'
-        and (l.low_deadline, l.low) < (r.deadline, r.id))
-    select x.id
-    from (
-      select x.id, x.is_waiting, x.room,
-        sum(least(x.weight, x.slots)) over (partition by x.key, x.lane order by x.deadline, x.id) as weights
-      from (
-        select l.key, l.lane, l.slots, l.room, r.deadline, r.id, r.weight, false as is_waiting
-        from line l join ready r on r.key = l.key and r.lane = l.lane
-        union all
-        select l.key, l.lane, l.slots, l.room, w.deadline, w.id, w.weight, true
-        from line l
-        cross join lateral (
-          select w.deadline, w.id, coalesce(w.weight, 1) as weight from queue.waiting w
-          where w.reason = 'slot' and w.key = l.key and w.lane = l.lane
-            and (w.deadline, w.id) >= (l.low_deadline, l.low)
-          order by w.deadline, w.id limit cardinality(p_ids)) w) x) x
-    where x.is_waiting and x.weights <= x.room);
-end $$;
-
 -- work/claim_limited.sql
 -- Claiming under limits: slots, max_running and rate, expires_at, queueing locks.
 -- Tests: admit/rates.sql, admit/slots.sql.
@@ -15556,7 +15575,6 @@ declare
   v_take integer := p_n;
   v_rounds integer := 0;
   v_ids bigint[];
-  v_earlier bigint[];  -- jobs that wait for a slot, and come before some of v_ids
   v_round record;
 begin
   loop
@@ -15587,11 +15605,6 @@ begin
       -- first jobs of the others: of a hundred that have any, at least
       limit case when v_left = '{}' then v_take else 100 * v_take::bigint end);
     exit when v_ids = '{}';
-    v_earlier := queue._find_earlier(v_ids);
-    if v_earlier <> '{}' and v_rounds < 5 then
-      v_rounds := v_rounds + 1;
-      continue when queue._make_ready_early(v_earlier) is not null;
-    end if;
     select c.won, c.rest, c.full_queues into v_round
     from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits) c;
     v_won := v_won || v_round.won;
@@ -15897,8 +15910,6 @@ begin
     bit_or(x.flags) filter (where x.is_limited) as limits, bool_or(x.deadline < 'infinity') as have_deadlines,
     'k' || min(x.keys[1]) as key, count(*) filter (where x.is_limited)::integer as n,
     min(x.lane) filter (where x.is_limited) as lane,
-    max(x.deadline) filter (where x.is_limited) as last_deadline,
-    max(x.id) filter (where x.is_limited) as last_id,
     bool_and(not x.is_limited or coalesce(cardinality(x.keys), 0) = 1 and (x.options ? 'terms') is not true)
       and (min(x.keys[1]) = max(x.keys[1])) is not false as has_one_key
   into v_jobs
@@ -15933,9 +15944,6 @@ begin
       where s.ctid = (select s.ctid from queue.semaphore s where s.key = v_jobs.key
           order by s.tick desc limit 1)
         and s.rate_limit is null and s.lanes = array[v_jobs.lane] and s.slots - s.used >= v_jobs.n
-        -- no job that waits comes before them; or shares take turns
-        and (s.waiting[1] = 0 or s.low_deadlines[1] < '0001-01-01 00:00+00'
-          or (s.low_deadlines[1], s.lows[1]) > (v_jobs.last_deadline, v_jobs.last_id))
       returning s.slots, s.limit_id, s.used, s.lanes, s.ready[1] - v_jobs.n as ready, s.waiting,
         s.lows, s.low_deadlines)
     insert into queue.semaphore (key, tick, slots, limit_id, used, lanes, ready, waiting, lows, low_deadlines)
@@ -20510,7 +20518,7 @@ begin
   end if;
   v_hidden := queue._hidden_paths();
   return query
-    with ready as materialized (
+    with admitted as (
       -- the lanes of a queue and priority as one
       select c.id, g.queue, g.priority, c.deadline
       from (
@@ -20530,11 +20538,6 @@ begin
           where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.deadline, l.id) and aj.claim is null
           order by aj.deadline, aj.id limit peek.n) aj
         order by aj.deadline, aj.id limit peek.n) c),
-    early as (
-      select w.id, l.queue, l.priority, w.deadline
-      from unnest(queue._find_earlier(array(select r.id from ready r))) u (id)
-      join queue.waiting w on w.id = u.id
-      join queue.lane l on l.lane = w.lane),
     fresh as (
       select a.id, a.queue, a.priority, a.deadline
       from (
@@ -20555,7 +20558,7 @@ begin
       select c.id, c.queue, c.priority, c.deadline,
         first_value(c.id) over (partition by c.queue, c.priority order by c.deadline, c.id) as first_id,
         row_number() over (partition by c.queue order by c.priority desc, c.deadline, c.id) as place
-      from (select * from ready union all select * from early union all select * from fresh) c),
+      from (select * from admitted union all select * from fresh) c),
     room as (
       select q.queue, queue._queue_room(q.queue, peek.n, clock_timestamp()) as jobs
       from queue.queue_config q offset 0)

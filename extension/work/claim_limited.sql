@@ -20,7 +20,6 @@ declare
   v_take integer := p_n;
   v_rounds integer := 0;
   v_ids bigint[];
-  v_earlier bigint[];  -- jobs that wait for a slot, and come before some of v_ids
   v_round record;
 begin
   loop
@@ -51,11 +50,6 @@ begin
       -- first jobs of the others: of a hundred that have any, at least
       limit case when v_left = '{}' then v_take else 100 * v_take::bigint end);
     exit when v_ids = '{}';
-    v_earlier := queue._find_earlier(v_ids);
-    if v_earlier <> '{}' and v_rounds < 5 then
-      v_rounds := v_rounds + 1;
-      continue when queue._make_ready_early(v_earlier) is not null;
-    end if;
     select c.won, c.rest, c.full_queues into v_round
     from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits) c;
     v_won := v_won || v_round.won;

@@ -21,8 +21,6 @@ begin
     bit_or(x.flags) filter (where x.is_limited) as limits, bool_or(x.deadline < 'infinity') as have_deadlines,
     'k' || min(x.keys[1]) as key, count(*) filter (where x.is_limited)::integer as n,
     min(x.lane) filter (where x.is_limited) as lane,
-    max(x.deadline) filter (where x.is_limited) as last_deadline,
-    max(x.id) filter (where x.is_limited) as last_id,
     bool_and(not x.is_limited or coalesce(cardinality(x.keys), 0) = 1 and (x.options ? 'terms') is not true)
       and (min(x.keys[1]) = max(x.keys[1])) is not false as has_one_key
   into v_jobs
@@ -57,9 +55,6 @@ begin
       where s.ctid = (select s.ctid from queue.semaphore s where s.key = v_jobs.key
           order by s.tick desc limit 1)
         and s.rate_limit is null and s.lanes = array[v_jobs.lane] and s.slots - s.used >= v_jobs.n
-        -- no job that waits comes before them; or shares take turns
-        and (s.waiting[1] = 0 or s.low_deadlines[1] < '{{end_of_tags}}'
-          or (s.low_deadlines[1], s.lows[1]) > (v_jobs.last_deadline, v_jobs.last_id))
       returning s.slots, s.limit_id, s.used, s.lanes, s.ready[1] - v_jobs.n as ready, s.waiting,
         s.lows, s.low_deadlines)
     insert into queue.semaphore (key, tick, slots, limit_id, used, lanes, ready, waiting, lows, low_deadlines)

@@ -1,5 +1,5 @@
 -- Making jobs ready that wait for a slot, for a claim that would not come to them in their order.
--- Tests: work/ready_early.sql, admit/rates.sql, work/fetch.sql.
+-- Tests: admit/rates.sql, work/fetch.sql.
 
 -- Moves jobs that wait for slots to queue.active_job, although others are ready before them: the caller
 -- claims them. Returns their ids. Of each key and lane it moves the first ones, as far as their weights have
@@ -51,52 +51,4 @@ begin
     from queue._keys_of(v_moved.ids, v_moved.flags) k;
   perform queue._make_ready(v_moved.ids, v_moved.lanes, v_moved.deadlines, v_moved.flags, v_moved.attempts);
   return v_moved.ids;
-end $$;
-
--- The jobs that wait for a slot although they come before one of these ready jobs of their key and lane, as
--- far as they fit: they were admitted when the others were ready already. At most as many as these; none
--- where shares take turns. Once _make_ready_early has moved them, the jobs that they pass stay ready until a
--- claim meets the full key.
-create or replace function queue._find_earlier(p_ids bigint[])
-returns bigint[] language plpgsql stable parallel safe security invoker as $$
-begin
-  return array(
-    with ready as materialized (
-      select k.key, a.lanes[k.n] as lane, a.deadlines[k.n] as deadline, k.id, k.weight
-      from (
-        select array_agg(aj.id) as ids, array_agg(aj.flags) as flags, array_agg(aj.lane) as lanes,
-          array_agg(aj.deadline) as deadlines
-        from queue.active_job aj
-        where aj.id = any (p_ids) and aj.claim is null and aj.flags & {{slots}} <> 0) a
-      cross join lateral queue._keys_of(a.ids, a.flags) k),
-    line as materialized (
-      select r.key, r.lane, s.slots, l.low_deadline, l.low,
-        least({{free_slots}},
-          queue._rate_room(r.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())) as room
-      from (
-        select distinct on (r.key, r.lane) r.key, r.lane, r.deadline, r.id from ready r
-        order by r.key, r.lane, r.deadline desc, r.id desc) r
-      cross join lateral (
-        select s.slots, s.used, s.rate_limit, s.rate_per, s.lanes, s.waiting, s.lows, s.low_deadlines
-        from queue.semaphore s where s.key = r.key order by s.tick desc limit 1) s
-      cross join lateral unnest(s.lanes, s.waiting, s.lows, s.low_deadlines)
-        l (lane, waiting, low, low_deadline)
-      where l.lane = r.lane and l.waiting > 0 and l.low_deadline >= '{{end_of_tags}}'
-        and (l.low_deadline, l.low) < (r.deadline, r.id))
-    select x.id
-    from (
-      select x.id, x.is_waiting, x.room,
-        sum(least(x.weight, x.slots)) over (partition by x.key, x.lane order by x.deadline, x.id) as weights
-      from (
-        select l.key, l.lane, l.slots, l.room, r.deadline, r.id, r.weight, false as is_waiting
-        from line l join ready r on r.key = l.key and r.lane = l.lane
-        union all
-        select l.key, l.lane, l.slots, l.room, w.deadline, w.id, w.weight, true
-        from line l
-        cross join lateral (
-          select w.deadline, w.id, coalesce(w.weight, 1) as weight from queue.waiting w
-          where w.reason = 'slot' and w.key = l.key and w.lane = l.lane
-            and (w.deadline, w.id) >= (l.low_deadline, l.low)
-          order by w.deadline, w.id limit cardinality(p_ids)) w) x) x
-    where x.is_waiting and x.weights <= x.room);
 end $$;

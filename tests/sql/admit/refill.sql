@@ -1,6 +1,6 @@
--- Ready jobs that no worker has claimed hold no slot: a job that comes before them takes it.
+-- Ready jobs that no worker has claimed hold no slot: jobs that come before them take it.
 
-select plan(27);
+select plan(43);
 
 \ir ../admit/gates.helpers.psql
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
@@ -29,7 +29,7 @@ select queue.defer('nearest', concurrency_key => 'K', concurrency_limit => 1, de
 select queue.defer('never', concurrency_key => 'K', concurrency_limit => 1) as never \gset
 select queue.tick() \g /dev/null
 select is(pg_temp.counts('K'), '1 0 1 3', 'one is ready, three wait');
-select is((select array_agg(p.id) from queue.peek(n => 10) p), array[:nearest, :far]::bigint[], 'peek shows the nearest first, and none without a slot');
+select is((select array_agg(p.id) from queue.peek(n => 10) p), array[:nearest]::bigint[], 'peek shows the nearest, and none without a slot');
 select is(pg_temp.claim(1), array[:nearest]::bigint[], 'the nearest takes the slot');
 select is(pg_temp.claim(10), null, 'and no other one');
 select is_empty('select * from queue.check()', 'in order');
@@ -53,10 +53,12 @@ select is(pg_temp.one_by_one(2), array[:old, :young]::bigint[], 'the older one i
 -- A limit above 1: between ready jobs, too.
 select min(d) as a from (select queue.defer('t', concurrency_key => 'L', concurrency_limit => 3, deadline => '2990-01-01Z'::timestamptz + n * interval '10 days') as d from generate_series(1, 5) n) x \gset
 select queue.tick() \g /dev/null
+select aj.xmin as before from queue.active_job aj where aj.id = :a \gset
 select queue.defer('between', concurrency_key => 'L', concurrency_limit => 3, deadline => '2990-01-15Z') as between \gset
 select queue.defer('first', concurrency_key => 'L', concurrency_limit => 3, deadline => '2989-01-15Z') as first \gset
 select queue.tick() \g /dev/null
-select is((select array_agg(p.id) from queue.peek() p), array[:first, :a, :between, :a + 1, :a + 2]::bigint[], 'peek shows those that fit before the ready ones');
+select is((select aj.xmin::text from queue.active_job aj where aj.id = :a), :'before', 'no more make way than have to');
+select is((select array_agg(p.id) from queue.peek() p), array[:first, :a, :between]::bigint[], 'the two are ready, and the last two of the ready ones wait');
 select is(pg_temp.claim(10), array[:first, :a, :between]::bigint[], 'as many as the limit, in one order');
 select is(pg_temp.counts('L'), '3 3 0 4', 'the ready ones that they passed wait');
 select pg_temp.finish_all();
@@ -64,16 +66,18 @@ select is(pg_temp.claim(10), array[:a + 1, :a + 2, :a + 3]::bigint[], 'and follo
 select pg_temp.finish_all();
 select is(pg_temp.one_by_one(1), array[:a + 4]::bigint[], 'to the last');
 
--- A heavy job that does not fit beside a claim passes nobody.
+-- A heavy job takes the place of several, and holds up those behind it until it fits.
 select queue.defer('light', concurrency_key => 'W', concurrency_limit => 3) as light \gset
 select pg_temp.claim(1) \g /dev/null
-select queue.defer('light', concurrency_key => 'W', concurrency_limit => 3, deadline => '2990-01-01Z') as far \gset
+select min(d) as far from (select queue.defer('light', concurrency_key => 'W', concurrency_limit => 3, deadline => '2990-01-01Z') as d from generate_series(1, 2)) x \gset
 select queue.tick() \g /dev/null
 select queue.defer('heavy', deadline => '2980-01-01Z', options => '{"concurrency": [{"key": "W", "limit": 3, "weight": 3}]}') as heavy \gset
 select queue.tick() \g /dev/null
-select is(pg_temp.claim(10), array[:far]::bigint[], 'a ready job starts');
+select is(pg_temp.claim(10), null, 'none passes the heavy one');
 select pg_temp.finish_all();
-select is(pg_temp.claim(10), array[:heavy]::bigint[], 'the heavy one when there is room');
+select is(pg_temp.claim(10), array[:heavy]::bigint[], 'it starts when there is room');
+select pg_temp.finish_all();
+select is(pg_temp.claim(10), array[:far, :far + 1]::bigint[], 'then the others');
 select pg_temp.finish_all();
 
 -- A job of two keys passes a ready one if both have room.
@@ -102,11 +106,86 @@ select queue.tick() \g /dev/null
 select pg_temp.claim(1) \g /dev/null
 select queue.defer('nearest', concurrency_key => 'K', concurrency_limit => 1, deadline => '2970-01-01Z') as nearest \gset
 select queue.tick() \g /dev/null
-select is(pg_temp.counts('K'), '1 1 1 1', 'the one that was passed is still ready');
+select is(pg_temp.counts('K'), '1 1 0 2', 'both others wait');
 select is((select array_agg(f.id) from queue.jobs j cross join lateral queue.finish_and_fetch(:worker, jsonb_build_array(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', 'succeeded')), null, 1) f where j.id = :near), array[:nearest]::bigint[], 'when the slot is passed on, the nearest takes it');
 select pg_temp.finish_all();
 select is(pg_temp.claim(10), array[:far]::bigint[], 'then the other');
 select pg_temp.finish_all();
+
+-- However many other jobs are between them, and whatever else is turned away.
+select queue.defer('far', concurrency_key => 'K', concurrency_limit => 1) as far \gset
+select queue.tick() \g /dev/null
+select min(d) as m from (select queue.defer('m', deadline => '2980-01-01Z') as d from generate_series(1, 10)) x \gset
+select queue.defer('near', concurrency_key => 'K', concurrency_limit => 1, deadline => '2910-01-01Z') as near \gset
+select queue.tick() \g /dev/null
+select is(pg_temp.claim(3), array[:near, :m, :m + 1]::bigint[], 'beside jobs without a key');
+select pg_temp.claim(10) \g /dev/null
+select pg_temp.finish_all();
+select is(pg_temp.claim(10), array[:far]::bigint[], 'the last');
+select pg_temp.finish_all();
+select queue.defer('b', concurrency_key => 'B', concurrency_limit => 1) as b \gset
+select pg_temp.claim(1) \g /dev/null
+select queue.defer('far', deadline => '2990-01-01Z', concurrency_key => 'A', concurrency_limit => 1) as far \gset
+select queue.tick() \g /dev/null
+select queue.defer('ab', deadline => '2980-01-01Z', options => '{"concurrency": [{"key": "A", "limit": 1}, {"key": "B", "limit": 1}]}') as ab \gset
+select queue.defer('near', deadline => '2985-01-01Z', concurrency_key => 'A', concurrency_limit => 1) as near \gset
+select queue.tick() \g /dev/null
+select is(pg_temp.claim(5), array[:near]::bigint[], 'behind one that waits for another key');
+select pg_temp.finish_all();
+select is(pg_temp.one_by_one(2), array[:ab, :far]::bigint[], 'which follows when that has room');
+select queue.defer('x', concurrency_key => 'K', concurrency_limit => 1) as far \gset
+select queue.tick() \g /dev/null
+select queue.defer('y', deadline => '2910-01-01Z', concurrency_key => 'K', concurrency_limit => 1) from generate_series(1, 6) \g /dev/null
+select queue.defer('x', deadline => '2920-01-01Z', concurrency_key => 'K', concurrency_limit => 1) as near \gset
+select queue.tick() \g /dev/null
+select is((select array_agg(f.id) from queue.fetch(:worker, null, 5, '{"tasks": ["x"]}') f), array[:near]::bigint[], 'the first of some tasks');
+select pg_temp.finish_all();
+select pg_temp.one_by_one(7) \g /dev/null
+
+-- Beside a key whose limit grows.
+select queue.defer('g', concurrency_key => 'G', concurrency_limit => 1) from generate_series(1, 3) \g /dev/null
+select queue.defer('far', concurrency_key => 'K', concurrency_limit => 1) as far \gset
+select queue.tick() \g /dev/null
+select queue.defer('g', concurrency_key => 'G', concurrency_limit => 3), queue.defer('near', concurrency_key => 'K', concurrency_limit => 1, deadline => '2910-01-01Z') \g /dev/null
+select queue.tick() \g /dev/null
+select is_empty('select * from queue.check()', 'none waits although a slot is free');
+select is(pg_temp.counts('G'), '3 0 3 1', 'its jobs are ready');
+select queue.cancel(j.id) from queue.jobs j where j.state in ('ready', 'blocked') \g /dev/null
+
+-- A ready job that gives way is not discarded; nor one whose lock is mixed.
+select queue.defer('far', concurrency_key => 'K', concurrency_limit => 1, lock => 'k', options => '{"on_limit": "discard", "lock_mode": "mutex"}') as far \gset
+select queue.tick() \g /dev/null
+select queue.defer('near', concurrency_key => 'K', concurrency_limit => 1, deadline => '2910-01-01Z') as near \gset
+select queue.tick() \g /dev/null
+select is(pg_temp.one_by_one(2), array[:near, :far]::bigint[], 'it runs afterwards');
+select queue.defer('turn', concurrency_key => 'K', concurrency_limit => 1, lock => 'k') as turn \gset
+select queue.tick() \g /dev/null
+select queue.defer('near', concurrency_key => 'K', concurrency_limit => 1, deadline => '2910-01-01Z') as near \gset
+select queue.defer('next', lock => 'k') as next \gset
+select queue.tick() \g /dev/null
+select is_empty('select * from queue.check()', 'in order');
+select is(pg_temp.one_by_one(3), array[:near, :turn, :next]::bigint[], 'a lock keeps its order');
+
+-- Changed deadlines: of one that waits, and of one that is ready.
+select queue.defer('a', concurrency_key => 'K', concurrency_limit => 1, deadline => '2950-01-01Z') as a, queue.defer('b', concurrency_key => 'K', concurrency_limit => 1, deadline => '2960-01-01Z') as b \gset
+select queue.tick() \g /dev/null
+select queue.set_deadline(array[:b]::bigint[], '2940-01-01Z') \g /dev/null
+select is((select array_agg(p.id) from queue.peek() p), array[:b]::bigint[], 'one that waits gets a nearer one');
+select queue.set_deadline(array[:b]::bigint[], '2955-01-01Z') \g /dev/null
+select is((select array_agg(p.id) from queue.peek() p), array[:a]::bigint[], 'a ready one a later one');
+select queue.defer('needs', deadline => '2910-01-01Z', needs => array[:b]::bigint[]) as needs \gset
+select queue.tick() \g /dev/null
+select is(pg_temp.one_by_one(3), array[:b, :needs, :a]::bigint[], 'or one that needs it has a nearer one');
+
+-- Under a rate.
+select queue.defer('far', options => '{"concurrency": [{"key": "R", "limit": 10, "rate": {"limit": 3, "per": "1 hour"}}]}') from generate_series(1, 3) \g /dev/null
+select queue.tick() \g /dev/null
+select queue.defer('heavy', deadline => '2910-01-01Z', options => '{"concurrency": [{"key": "R", "limit": 10, "weight": 5, "rate": {"limit": 5, "per": "1 hour"}}]}') as heavy \gset
+select queue.configure_key('R', '{"rate": {"limit": 3, "per": "1 hour"}}') \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.claim(1), array[:heavy]::bigint[], 'a heavy job that fits alone');
+select pg_temp.finish_all();
+select queue.cancel(j.id) from queue.jobs j where j.state in ('ready', 'blocked') \g /dev/null
 
 -- 2,000 of them, each nearer than all before: they start in order, and none is moved for each claim.
 select queue.defer('t', concurrency_key => 'M', concurrency_limit => 1, deadline => '2990-01-01Z') as last \gset
