@@ -14605,11 +14605,12 @@ begin
       (select from queue.attempt a where a.finished_at >= p_from and a.finished_at < p_to limit 5001)) x);
 end $$;
 
--- Adds to the minutes what ended in this time; with p_ids, only of these jobs.
+-- Adds to the minutes what ended in this time; with p_ids, only of these jobs. Its plan serves both, also if
+-- an operation is the first to call it in a session.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._count_ends(p_from timestamptz, p_to timestamptz,
   p_ids bigint[] default null, p_is_whole boolean default true)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns void language plpgsql volatile parallel unsafe security invoker set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = on set jit = off as $$
 begin
   with ended as materialized (
     -- a job that is deleted before its end is cancelled for an instant
@@ -14715,7 +14716,7 @@ end $$;
 create or replace function queue.prune(max_jobs integer default 10000, state text default null,
   older_than interval default null)
 returns integer language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = on set jit = off as $$
 declare
   v_max_jobs integer := least(prune.max_jobs, 10000);
   v_finished_until timestamptz;
@@ -15040,7 +15041,7 @@ end $$;
 create or replace function queue.tick()
 returns table (admitted integer, reaped integer, pruned integer, next_due timestamptz)
 language plpgsql volatile parallel unsafe security definer
-set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
+set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = on set jit = off as $$
 begin
   if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_isolation();
@@ -15071,7 +15072,7 @@ comment on function queue.tick() is
 -- row, or the admission lock.
 -- Why no wake-up is lost: work that is left stays due, and the next call of any worker finds it.
 create or replace function queue._maintain(p_budget interval)
-returns void language plpgsql volatile parallel unsafe security invoker set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set jit = off as $$
+returns void language plpgsql volatile parallel unsafe security invoker set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = on set jit = off as $$
 begin
   if not queue._is_era(queue._era()) then
     return;  -- the next fetch of a new session begins it, and may wait for the admission lock

@@ -121,11 +121,12 @@ begin
       (select from queue.attempt a where a.finished_at >= p_from and a.finished_at < p_to limit 5001)) x);
 end $$;
 
--- Adds to the minutes what ended in this time; with p_ids, only of these jobs.
+-- Adds to the minutes what ended in this time; with p_ids, only of these jobs. Its plan serves both, also if
+-- an operation is the first to call it in a session.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._count_ends(p_from timestamptz, p_to timestamptz,
   p_ids bigint[] default null, p_is_whole boolean default true)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns void language plpgsql volatile parallel unsafe security invoker {{planner_brin}} as $$
 begin
   with ended as materialized (
     -- a job that is deleted before its end is cancelled for an instant

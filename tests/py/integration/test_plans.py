@@ -300,3 +300,22 @@ def test_no_walk_over_needs_reads_more_than_the_jobs_it_reaches(session: Session
     session.watched("await with a lock", wait, first, claims[first], locked)
     session.watched("settle it", "select * from queue.tick()")
     assert session.offences == []
+
+
+def test_ends_are_counted_by_ranges_of_pages_after_an_operation(session: Session) -> None:
+    """The first call of a session makes the plan: the operation's own would read the whole table."""
+    ids = session.defer("spent", range(BACKLOG))
+    session.admit()
+    session("select * from queue.done(%s)", ids[:100])
+    session("select * from queue.delete(%s)", ids[:1])
+    read = "select seq_tup_read from pg_stat_user_tables where relid = 'queue.finished'::regclass"
+    session("select pg_stat_force_next_flush()")
+    before = session(read)
+    session(
+        "update queue.minute_cursor set counted_to = clock_timestamp() - interval '1 hour',"
+        " safe_at = clock_timestamp(), looked_at = '-infinity' returning 1"
+    )
+    session("select * from queue.heartbeat(%s)", session.worker)
+    assert session("select sum(succeeded) > 90 from queue.minutes") == [(True,)]
+    session("select pg_stat_force_next_flush()")
+    assert session(read) == before
