@@ -358,8 +358,8 @@ def test_each_call_on_a_job(login: Login, conn: Connection) -> None:
         "select call from queue.audit where role = 'page_operator' order by id"
     ).fetchall()
     assert [call for (call,) in calls] == (
-        "hold unhold set_priority set_deadline set_deadline move set_args reschedule copy cancel retry"
-        " fail_jobs done cancel delete".split()
+        "hold unhold set_priority set_deadline set_deadline move set_args reschedule copy cancel"
+        " retry fail_jobs done cancel delete".split()
     )
 
 

@@ -303,7 +303,7 @@ def test_no_walk_over_needs_reads_more_than_the_jobs_it_reaches(session: Session
 
 
 def test_ends_are_counted_by_ranges_of_pages_after_an_operation(session: Session) -> None:
-    """The first call of a session makes the plan: the operation's own would read the whole table."""
+    """The first call of a session makes the plan, and operations scan no bitmaps."""
     ids = session.defer("spent", range(BACKLOG))
     session.admit()
     session("select * from queue.done(%s)", ids[:100])
