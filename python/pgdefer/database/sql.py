@@ -755,19 +755,20 @@ DEMO_LOCK = Statement("select pg_try_advisory_lock(1885824102, 100)")
 
 DEMO_UNFINISHED = Statement("""
     select count(*) from queue.jobs
-    where id > :after and state not in ('succeeded', 'failed', 'cancelled')
+    where id > :after and queue = 'demo' and state not in ('succeeded', 'failed', 'cancelled')
 """)
 
 DEMO_STATES = Statement("""
     select task, state, count(*),
       percentile_cont(array[0.5, 0.99]) within group (
         order by extract(epoch from started_at - created_at))
-    from queue.jobs where id > :after group by task, state order by task, state
+    from queue.jobs where id > :after and queue = 'demo'
+    group by task, state order by task, state
 """)
 
 DEMO_SPAN = Statement("""
     select count(*), extract(epoch from max(finished_at) - min(created_at))
-    from queue.jobs where id > :after
+    from queue.jobs where id > :after and queue = 'demo'
 """)
 
 DEMO_LARGEST = Statement("""

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -387,3 +388,23 @@ def test_the_demo(run: Run, dsn: str) -> None:
     assert "60 jobs in" in done.stdout
     assert "30 files" in done.stdout
     assert "failed" not in done.stdout
+
+
+def test_the_demo_beside_other_programs(run: Run, dsn: str) -> None:
+    over = threading.Event()
+
+    def defer() -> None:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            while not over.wait(0.01):
+                connection.execute("select queue.defer('elsewhere', queue => 'other')")
+
+    with ThreadPoolExecutor() as pool:
+        deferring = pool.submit(defer)
+        try:
+            done = run("demo", "--dsn", dsn, "--limit", "3")
+        finally:
+            over.set()
+        deferring.result()
+    assert done.returncode == 0, done.stderr
+    assert "6 jobs in" in done.stdout
+    assert "elsewhere" not in done.stdout
