@@ -23,6 +23,7 @@ from rich.text import Text
 
 from pgdefer._text import escaped
 from pgdefer.codec import is_deep
+from pgdefer.database import sql
 from pgdefer.database.source import Source
 from pgdefer.database.sql import Statement
 from pgdefer.errors import (
@@ -258,11 +259,22 @@ def session(dsn: str | None, *, as_json: bool = False, dry_run: bool = False) ->
     """
     with reported(), contextlib.ExitStack() as stack:
         connection = stack.enter_context(Source(dsn).connect())
+        _set_styles(connection)
         if dry_run:
             stack.enter_context(connection.transaction(force_rollback=True))
         yield Session(connection, as_json=as_json)
     if dry_run:
         err.print("Dry run, nothing is changed:", highlight=False)
+
+
+def _set_styles(connection: psycopg.Connection[Any]) -> None:
+    """Have times and intervals as this module's loaders read them.
+
+    It sets nothing that is so already: pgbouncer below 1.20 would leave it to the next client.
+    """
+    of = connection.info.parameter_status
+    if of("IntervalStyle") != "postgres" or not (of("DateStyle") or "").startswith("ISO"):
+        connection.execute(sql.STYLES.psycopg)
 
 
 @contextlib.contextmanager

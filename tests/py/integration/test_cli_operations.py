@@ -874,6 +874,29 @@ def test_json_everywhere(run: Run, zoo: dict[str, int]) -> None:
     ]
 
 
+@pytest.mark.parametrize("styles", ["German iso_8601", "SQL,DMY sql_standard"])
+def test_the_databases_own_styles(
+    run: Run, claim: Claim, conn: PsycopgConnection, monkeypatch: pytest.MonkeyPatch, styles: str
+) -> None:
+    """Of times and intervals: what is printed does not depend on them."""
+    id = defer(run, "t", "--deadline", "2999-12-31 09:00Z")
+    conn.execute("select queue.succeed(%s, %s)", [id, claim()[id]])
+    run("queue", "configure", "q", "--retain", "40 days")
+    run("schedule", "add", "nightly", "0 3 * * *", "report")
+    commands = [
+        ["job", *words, *form]
+        for words in (["tail", "--no-follow"], ["show", id], ["ls"])
+        for form in ([], ["--json"])
+    ]
+    commands += [["queue", "ls"], ["queue", "ls", "--json"], ["schedule", "ls"]]
+    usual = [run(*words) for words in commands]
+    assert {done.code for done in usual} == {0}
+    dates, intervals = styles.split()
+    monkeypatch.setenv("PGOPTIONS", f"-c DateStyle={dates} -c IntervalStyle={intervals}")
+    for words, before in zip(commands, usual, strict=True):
+        assert run(*words) == before, words
+
+
 def test_what_went_wrong_is_in_the_exit_code(
     run: Run, conn: PsycopgConnection, blank_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
