@@ -485,6 +485,8 @@ def retry(
     """Run finished jobs again; run jobs that wait for a retry at once."""
     if failed == bool(ids):
         fail(Exit.USAGE, "name jobs by their ids, or pass --failed")
+    if ids and not (queue is None and task is None and limit is None):
+        fail(Exit.USAGE, "-q, -t and -n go with --failed: ids name the jobs already")
     given = {"retry_at": at, "retry_in": delay, "priority": priority, "queue": to, "lock": lock}
     changes = {name: each for name, each in given.items() if each is not None}
     if failed and (changes or from_step is not None):

@@ -515,6 +515,10 @@ def test_retry(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> N
     assert "no failed jobs" in run("job", "retry", "--failed", "-t", "other").err
     assert run("job", "retry").code == Exit.USAGE
     assert run("job", "retry", failed, "--failed").code == Exit.USAGE
+    for option in (["-q", "default"], ["-t", "t"], ["-n", 1]):
+        done = run("job", "retry", failed, *option)
+        assert (done.code, done.out) == (Exit.USAGE, ""), option
+        assert "-q, -t and -n go with --failed: ids name the jobs already" in done.err
 
 
 def test_retry_with_changes(run: Run, jobs: Jobs, claim: Claim) -> None:
