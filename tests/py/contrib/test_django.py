@@ -28,6 +28,7 @@ from pgdefer import AlreadyQueued, App, Deferral
 from pgdefer.contrib.django import conf
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.checks import check_database
+from pgdefer.contrib.django.management.commands.pgdefer import Command
 from pgdefer.contrib.django.models import Attempt, Job, Queue, ReadOnly, Schedule, Task
 from pgdefer.database.embedded import EmbeddedServer
 from support import ROOT, create_database
@@ -269,6 +270,24 @@ def test_commands_name_a_wrong_setting(tmp_path: Path, command: str) -> None:
     assert done.returncode != 0
     assert "PGDEFER has no key DATABSE: it has DATABASE, " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("command", [["job", "ls"], ["worker", "--drain"], ["version"]])
+def test_commands_need_postgresql(
+    capsys: Any, monkeypatch: pytest.MonkeyPatch, dsn: str, command: list[str]
+) -> None:
+    """They don't take the database that libpq finds instead."""
+    monkeypatch.setenv("PGDEFER_DSN", dsn)
+    engine = {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}
+    monkeypatch.setitem(connections.settings, "lite", connections.settings["default"] | engine)
+    for alias, said in (
+        ("lite", "'lite', which is not PostgreSQL with psycopg 3. ENGINE is "),
+        ("none", "'none', not in DATABASES"),
+    ):
+        with override_settings(PGDEFER={"DATABASE": alias}), pytest.raises(SystemExit) as end:
+            Command().run_from_argv(["manage.py", "pgdefer", *command])
+        assert end.value.code == 2
+        assert f"PGDEFER['DATABASE'] is {said}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("origin", ["django-tasks-db", "steady-queue"])

@@ -22,7 +22,7 @@ from pgdefer.tasks.handling import Execution, FailurePolicy
 from pgdefer.tasks.option_checks import check_options
 from pgdefer.tasks.task import AllTaskOptions
 
-__all__ = ["check_database", "check_settings"]
+__all__ = ["check_aliases", "check_database", "check_settings"]
 
 
 def check_settings(**_options: Any) -> list[checks.CheckMessage]:
@@ -31,24 +31,25 @@ def check_settings(**_options: Any) -> list[checks.CheckMessage]:
         settings = conf.read()
     except (ImproperlyConfigured, TypeError) as error:
         return [checks.Error(str(error), id="pgdefer.E001")]
-    found: list[checks.CheckMessage] = []
+    return [*check_aliases(settings), *_names(settings), *_defaults(settings)]
+
+
+def check_aliases(settings: conf.Settings) -> Iterator[checks.CheckMessage]:
+    """Check the databases that they name."""
     for key in ("DATABASE", "LISTEN_DATABASE"):
         alias = getattr(settings, key)
         if alias is None:
             continue
         if alias not in connections:
-            found.append(
-                checks.Error(f"PGDEFER[{key!r}] is {alias!r}, not in DATABASES", id="pgdefer.E002")
+            yield checks.Error(
+                f"PGDEFER[{key!r}] is {alias!r}, not in DATABASES", id="pgdefer.E002"
             )
         elif not _is_fit(connections[alias]):
-            found.append(
-                checks.Error(
-                    f"PGDEFER[{key!r}] is {alias!r}, which is not PostgreSQL with psycopg 3",
-                    hint="ENGINE is django.db.backends.postgresql; psycopg2 has to go.",
-                    id="pgdefer.E003",
-                )
+            yield checks.Error(
+                f"PGDEFER[{key!r}] is {alias!r}, which is not PostgreSQL with psycopg 3",
+                hint="ENGINE is django.db.backends.postgresql; psycopg2 has to go.",
+                id="pgdefer.E003",
             )
-    return [*found, *_names(settings), *_defaults(settings)]
 
 
 def _names(settings: conf.Settings) -> Iterator[checks.CheckMessage]:

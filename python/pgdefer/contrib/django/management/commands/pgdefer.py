@@ -17,8 +17,10 @@ from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand
 from django.utils import autoreload
 
-from pgdefer.cli._base import cli
+from pgdefer.cli._base import Exit, cli
+from pgdefer.contrib.django import conf
 from pgdefer.contrib.django.application import project_app
+from pgdefer.contrib.django.checks import check_aliases
 
 __all__ = ["Command"]
 
@@ -42,7 +44,8 @@ class Command(BaseCommand):
         try:
             code = _run(arguments, reloads=reloads)
         except ImproperlyConfigured as error:
-            raise SystemExit(f"pgdefer: {error}") from None
+            sys.stderr.write(f"pgdefer: {error}\n")
+            raise SystemExit(Exit.USAGE) from None
         raise SystemExit(code)
 
     def add_arguments(self, parser: Any) -> None:
@@ -57,6 +60,8 @@ class Command(BaseCommand):
 
 def _run(arguments: list[str], *, reloads: bool) -> int:
     """Run a command of `pgdefer`; return its exit code."""
+    for wrong in check_aliases(conf.read()):
+        raise ImproperlyConfigured(f"{wrong.msg}. {wrong.hint}" if wrong.hint else wrong.msg)
     environment, argv = dict(os.environ), sys.argv
     reloader = _Reloader(argv) if reloads else None
     if _runs_jobs(arguments):
