@@ -278,8 +278,10 @@ def _set_styles(connection: psycopg.Connection[Any]) -> None:
 
 
 @contextlib.contextmanager
-def reported() -> Iterator[None]:
-    """Turn errors into one line and an exit code."""
+def reported(
+    forbidden: str = "The owner grants access: queue.grant_access.",
+) -> Iterator[None]:
+    """Turn errors into one line and an exit code; `forbidden` says what to do without a right."""
     from pgdefer.database.embedded import ServerError  # noqa: PLC0415 (not on every system)
 
     try:
@@ -290,7 +292,7 @@ def reported() -> Iterator[None]:
             _fail_for(better)
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             said = error.diag.message_primary or one_line(error)
-            hint = error.diag.message_hint or "The owner grants access: queue.grant_access."
+            hint = error.diag.message_hint or forbidden
             fail(Exit.FORBIDDEN, f"{said}\n{hint}")
         if isinstance(error, psycopg.DataError):
             fail(Exit.USAGE, one_line(error))

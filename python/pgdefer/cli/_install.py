@@ -16,6 +16,8 @@ from pgdefer.database.source import Source
 from . import _show
 from ._base import DSN, AsJson, Exit, fail, out, reported
 
+_FORBIDDEN = "Install as the owner of the queue, or as a role with CREATE on the database."
+
 
 class FormChoice(enum.StrEnum):
     """The values of `install --form`."""
@@ -51,7 +53,7 @@ def install_command(
     as_json: AsJson = False,
 ) -> None:
     """Install the queue into a database, or upgrade it. A second call changes nothing."""
-    with reported():
+    with reported(_FORBIDDEN):
         source = Source(dsn)
         done = install(source.conninfo(), form.value)
     if as_json:
@@ -66,7 +68,7 @@ def install_command(
 
 def upgrade(dsn: DSN = None, as_json: AsJson = False) -> None:
     """Upgrade the queue of a database to this version."""
-    with reported():
+    with reported(_FORBIDDEN):
         source = Source(dsn)
         with source.connect() as connection:
             if installed_version(connection) is None:

@@ -128,6 +128,20 @@ def test_install(run: Run, blank_dsn: str, form: str) -> None:
 
 
 @pytest.mark.unchecked("there is nothing to check")
+def test_a_role_that_may_not_install(run: Run, blank_dsn: str) -> None:
+    with psycopg.connect(blank_dsn, autocommit=True) as superuser:
+        superuser.execute("create role no_installer login")
+        try:
+            done = run("install", "--dsn", make_conninfo(blank_dsn, user="no_installer"))
+        finally:
+            superuser.execute("drop role no_installer")
+    assert done.returncode == Exit.FORBIDDEN
+    assert done.stderr.splitlines()[1:] == [
+        "Install as the owner of the queue, or as a role with CREATE on the database."
+    ]
+
+
+@pytest.mark.unchecked("there is nothing to check")
 @pytest.mark.parametrize("form", ["auto", "plain"])
 def test_installers_that_meet(blank_dsn: str, form: Form) -> None:
     """Like the workers of a supervisor on a new embedded server."""
