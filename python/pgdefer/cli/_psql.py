@@ -50,6 +50,8 @@ def psqlrc(
     remove: Annotated[bool, typer.Option("--remove", help="Remove the shortcuts.")] = False,
 ) -> None:
     """Add shortcuts to every psql session: :jobs, :queues, :stats, :why and more."""
+    if print_only and remove:
+        fail(Exit.USAGE, "--print and --remove exclude each other")
     if print_only:
         _show.write(SHORTCUTS.read_text("utf-8").rstrip())
         return
@@ -76,7 +78,10 @@ def _user_file() -> Path:
 
 def _folder(variable: str, default: str) -> Path:
     folder = Path(os.environ.get(variable) or Path.home() / default) / "pgdefer"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(Exit.ERROR, f"{folder} can't be created: {error.strerror}. Set {variable}.")
     return folder
 
 

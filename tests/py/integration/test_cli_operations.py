@@ -1223,6 +1223,21 @@ def test_psqlrc(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert own.read_text() == "\\set mine 1\n"
 
 
+def test_psqlrc_without_a_home(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    monkeypatch.setenv("HOME", os.devnull)
+    for words in (["psqlrc"], ["psqlrc", "--remove"]):
+        done = run(*words)
+        assert (done.code, done.out) == (Exit.ERROR, "")
+        assert f"{os.devnull}/.config/pgdefer can't be created: " in done.err
+
+
+def test_psqlrc_either_prints_or_removes(run: Run) -> None:
+    done = run("psqlrc", "--print", "--remove")
+    assert (done.code, done.out) == (Exit.USAGE, "")
+    assert "--print and --remove exclude each other" in done.err
+
+
 def test_psql(run: Run, dsn: str, tmp_path: Path, server: EmbeddedServer) -> None:
     if server_program(server, "psql") is None:
         pytest.skip("there is no psql")
