@@ -100,7 +100,9 @@ class FailurePolicy:
         return _split(cls, options)
 
     def check(self) -> None:
-        """Raise TypeError for a value that is not a class of errors."""
+        """Raise TypeError for a value that is not a class of errors, or no function."""
+        if self.decide is not None and not callable(self.decide):
+            raise TypeError(f"decide must be a function of the error and the job: {self.decide!r}")
         for name, classes in (("retry_on", self.retry_on or ()), ("give_up_on", self.give_up_on)):
             found: Any
             for found in classes if isinstance(classes, tuple) else (classes,):

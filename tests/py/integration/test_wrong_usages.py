@@ -82,6 +82,7 @@ AT_IMPORT: dict[str, tuple[Callable[[App], object], str]] = {
         "run_in='process' is not for coroutine functions",
     ),
     "retry_on": (at_import(retry_on="ValueError"), "must be a class of errors"),
+    "decide": (at_import(decide=5), "decide must be a function of the error and the job: 5"),
     "transactional": (at_import(transactional="yes"), "must be True or a sessionmaker"),
     "no parameter": (
         at_import(function=lambda: None, transactional=True),
