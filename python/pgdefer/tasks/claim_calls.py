@@ -10,7 +10,7 @@ import datetime as dt
 
 from pgdefer.client.client import Client
 from pgdefer.database import sql
-from pgdefer.options import interval_text
+from pgdefer.options import checked_interval
 from pgdefer.tasks.need import Need
 
 __all__ = ["attempts_left", "extend", "needs"]
@@ -25,7 +25,7 @@ def needs(client: Client, id: int) -> list[Need]:
 
 def extend(client: Client, id: int, claim: int, lease: dt.timedelta) -> dt.datetime:
     """Give a claim its own lease, and return the end of that. Raises ClaimLost."""
-    parameters = {"id": id, "claim": claim, "lease": interval_text(lease)}
+    parameters = {"id": id, "claim": claim, "lease": checked_interval("lease", lease)}
     rows = client.call(sql.EXTEND, parameters)
     end: dt.datetime = rows[0][0]
     return end

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
 from pgdefer.errors import DecodeError, StepChanged, StepFailed, UnknownTask
-from pgdefer.options import checked_option
+from pgdefer.options import checked_interval, checked_option, checked_time
 from pgdefer.tasks.context import JobContext, Middleware
 
 __all__ = [
@@ -40,7 +40,9 @@ class Decision:
     reason: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.retry_in, dt.timedelta) and self.retry_in < dt.timedelta(0):
+        checked_time("retry_at", self.retry_at)
+        checked_interval("retry_in", self.retry_in)
+        if self.retry_in is not None and self.retry_in < dt.timedelta(0):
             raise ValueError(f"retry_in must not be negative: {self.retry_in}")
         if self.retry_at is not None and self.retry_in is not None:
             raise ValueError("retry_at and retry_in exclude each other")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from pgdefer.errors import ClaimLost, PgDeferError
-from pgdefer.options import HasId, as_list
+from pgdefer.options import HasId, as_list, checked_time
 
 if TYPE_CHECKING:
     from pgdefer.tasks.steps import Steps
@@ -76,7 +76,6 @@ class RetryLater(PgDeferError):  # noqa: N818
         needs: Iterable[int | HasId] | None = (),
     ) -> None:
         super().__init__(message)
-        if at is not None and at.tzinfo is None:
-            raise ValueError(f"at has no time zone: {at!r}")
+        checked_time("at", at)
         self.at = at
         self.needs = None if needs is None else tuple(as_list("needs", needs))

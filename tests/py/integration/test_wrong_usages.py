@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from pgdefer import App, Retry
+from pgdefer import App, Decision, Retry, RetryLater
 from pgdefer.database.source import DSN, LOCATING
+from pgdefer.tasks.claim_calls import extend
 
 pytestmark = pytest.mark.client
 
@@ -204,6 +205,18 @@ def test_managing(what: str) -> None:
     with pytest.raises((TypeError, ValueError)) as raised:
         usage(App("postgresql://nowhere.invalid/x"))
     assert instead in str(raised.value)
+
+
+def test_times_that_a_handler_gives() -> None:
+    wrong: Any = 5
+    with pytest.raises(TypeError, match="at must be a datetime, not 5"):
+        RetryLater(at=wrong)
+    with pytest.raises(TypeError, match="retry_at must be a datetime, not 5"):
+        Decision(retry_at=wrong)
+    with pytest.raises(TypeError, match="retry_in must be a timedelta, not 5"):
+        Decision(retry_in=wrong)
+    with pytest.raises(TypeError, match="lease must be a timedelta, not 5"):
+        extend(App("dbname=nowhere").client, 1, 1, wrong)
 
 
 def test_calls_of_several_tasks(dsn: str) -> None:
