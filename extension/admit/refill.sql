@@ -113,7 +113,12 @@ begin
         from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
       cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
         l (lane, ready, waiting, low, low_deadline)
-      where l.waiting > 0 and s.room between 1 and l.ready and l.low_deadline >= '{{end_of_tags}}'),
+      where l.waiting > 0 and least(l.ready, s.room) > 0 and l.low_deadline >= '{{end_of_tags}}'
+        and (s.room <= l.ready or s.room - l.ready < (
+          select coalesce(w.weight, 1) from queue.waiting w
+          where w.reason = 'slot' and w.key = s.key and w.lane = l.lane
+            and (w.deadline, w.id) >= (l.low_deadline, l.low)
+          order by w.deadline, w.id limit 1))),
     later as (
       select a.lane, array_agg(aj.id) as ids, array_agg(aj.flags) as flags, array_agg(aj.deadline) as deadlines
       from (

@@ -7253,9 +7253,10 @@ end $$;
 --
 -- Slots are taken at the claim, not before, so that a job which no worker starts holds none. For each key and
 -- lane, at most as many unclaimed jobs are in queue.active_job (`ready`) as the key has free slots, so that
--- fetch does not read jobs that can't start. The others wait in queue.waiting, and none of them comes before
--- a ready one (_make_way). If fetch meets a ready job whose key is full, the job goes back there. A job with
--- several keys waits for the first full one, and holds none. Rows are replaced, and read newest first.
+-- fetch does not read jobs that can't start. The others wait in queue.waiting; a new one does not come before
+-- a ready one, as far as _make_way looks. A ready job whose key is full goes back there if fetch meets it. A
+-- job with several keys waits for the first full one, and holds none. Rows are replaced, and read newest
+-- first.
 
 -- The keys of jobs by their flags: 'm' || lock and 'k' || concurrency key. n: the job's place in p_ids.
 create or replace function queue._keys_of(p_ids bigint[], p_flags smallint[])
@@ -8794,7 +8795,12 @@ begin
         from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
       cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
         l (lane, ready, waiting, low, low_deadline)
-      where l.waiting > 0 and s.room between 1 and l.ready and l.low_deadline >= '0001-01-01 00:00+00'),
+      where l.waiting > 0 and least(l.ready, s.room) > 0 and l.low_deadline >= '0001-01-01 00:00+00'
+        and (s.room <= l.ready or s.room - l.ready < (
+          select coalesce(w.weight, 1) from queue.waiting w
+          where w.reason = 'slot' and w.key = s.key and w.lane = l.lane
+            and (w.deadline, w.id) >= (l.low_deadline, l.low)
+          order by w.deadline, w.id limit 1))),
     later as (
       select a.lane, array_agg(aj.id) as ids, array_agg(aj.flags) as flags, array_agg(aj.deadline) as deadlines
       from (
@@ -10349,7 +10355,9 @@ begin
     where l.lane = s.lanes[1] offset 0) l on true
   where s.key = p_key order by s.tick desc limit 1;
   v_room := least(v_count.slots - v_count.used - v_count.ready[1], v_count.waiting[1]);
-  if v_count.is_plain is not true then
+  if v_count.is_plain is not true
+    -- more were ready than had slots: one that waits may come before them (_make_way)
+    or v_count.waiting[1] > 0 and v_count.ready[1] > v_count.slots - v_count.used - p_n then
     return;
   elsif v_room > 0 then
     select array_agg(w.tid) as tids, array_agg(w.id) as ids, array_agg(w.attempt) as attempts,

@@ -1,6 +1,6 @@
 -- Ready jobs that no worker has claimed hold no slot: jobs that come before them take it.
 
-select plan(43);
+select plan(46);
 
 \ir ../admit/gates.helpers.psql
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
@@ -79,6 +79,23 @@ select is(pg_temp.claim(10), array[:heavy]::bigint[], 'it starts when there is r
 select pg_temp.finish_all();
 select is(pg_temp.claim(10), array[:far, :far + 1]::bigint[], 'then the others');
 select pg_temp.finish_all();
+
+select queue.defer('light', concurrency_key => 'W', concurrency_limit => 2) as far \gset
+select queue.tick() \g /dev/null
+select queue.defer('heavy', deadline => '2910-01-01Z', options => '{"concurrency": [{"key": "W", "limit": 2, "weight": 2}]}') as heavy \gset
+select queue.tick() \g /dev/null
+select is(pg_temp.one_by_one(2), array[:heavy, :far]::bigint[], 'also that of one beside a free slot');
+
+-- A ready job that another one has passed, with options of fetch, makes way when that ends.
+select queue.defer('y', concurrency_key => 'K', concurrency_limit => 1) as far \gset
+select queue.tick() \g /dev/null
+select queue.defer('x', concurrency_key => 'K', concurrency_limit => 1) as x \gset
+select id from queue.fetch(:worker, null, 1, '{"tasks": ["x"]}') \g /dev/null
+select queue.defer('z', concurrency_key => 'K', concurrency_limit => 1, deadline => '2910-01-01Z') as near \gset
+select queue.tick() \g /dev/null
+select is(pg_temp.counts('K'), '1 1 1 1', 'one runs, one is ready, one waits');
+select pg_temp.finish_all();
+select is(pg_temp.one_by_one(2), array[:near, :far]::bigint[], 'the one that waits is first');
 
 -- A job of two keys passes a ready one if both have room.
 select queue.defer('far', concurrency_key => 'A', concurrency_limit => 1, deadline => '2990-01-01Z') as far \gset
