@@ -120,7 +120,8 @@ begin
             and (w.deadline, w.id) >= (l.low_deadline, l.low)
           order by w.deadline, w.id limit 1))),
     later as (
-      select a.lane, array_agg(aj.id) as ids, array_agg(aj.flags) as flags, array_agg(aj.deadline) as deadlines
+      select a.lane, array_agg(aj.id) as ids, array_agg(aj.flags) as flags,
+        array_agg(aj.deadline) as deadlines
       from (
         select l.lane, array_agg(substr(l.key, 2)) as names,
           (array_agg(l.low_deadline order by l.low_deadline, l.low))[1] as low_deadline,
