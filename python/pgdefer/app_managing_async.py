@@ -38,7 +38,7 @@ from pgdefer.tasks.infos import (
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.option_checks import check_cron, check_options
 from pgdefer.tasks.registry import Registry
-from pgdefer.tasks.task import Task
+from pgdefer.tasks.task import Task, name_of
 
 __all__ = ["AsyncManaging"]
 
@@ -72,7 +72,7 @@ class AsyncManaging(Registry):
             "state": state,
             "max_bytes": 50_000_000,
             "by": by,
-            "task": task.name if isinstance(task, Task) else task,
+            "task": name_of(task),
             "before": before,
             "max_jobs": max_jobs,
         }
@@ -139,7 +139,7 @@ class AsyncManaging(Registry):
         self,
         queue: str | None = None,
         *,
-        task: str | None = None,
+        task: str | Task[..., Any] | None = None,
         until: dt.datetime | None = None,
         connection: AnyAsyncConnection = OWN,
     ) -> int:
@@ -149,7 +149,8 @@ class AsyncManaging(Registry):
         affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
         is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
         """
-        parameters = {"queue": queue, "task": task, "until": checked_time("until", until)}
+        at = checked_time("until", until)
+        parameters = {"queue": queue, "task": name_of(task), "until": at}
         ((jobs,),) = await self.client.call_async(sql.PAUSE, parameters, connection)
         return int(jobs)
 
@@ -157,7 +158,7 @@ class AsyncManaging(Registry):
         self,
         queue: str | None = None,
         *,
-        task: str | None = None,
+        task: str | Task[..., Any] | None = None,
         connection: AnyAsyncConnection = OWN,
     ) -> int:
         """End a pause: the latest call of `pause` or `resume` that matches a queue wins.
@@ -165,7 +166,7 @@ class AsyncManaging(Registry):
         Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the
         queue stays. Returns and raises as `pause`.
         """
-        parameters = {"queue": queue, "task": task}
+        parameters = {"queue": queue, "task": name_of(task)}
         ((jobs,),) = await self.client.call_async(sql.RESUME, parameters, connection)
         return int(jobs)
 
@@ -250,7 +251,7 @@ class AsyncManaging(Registry):
         The arguments are checked if `task` is a Task, and not a name.
         """
         what = f"the schedule {name!r}"
-        named = task.name if isinstance(task, Task) else task
+        named = name_of(task)
         check_cron(what, cron)
         check_options(what, options, RecurringOptions)
         if isinstance(task, Task):
@@ -316,8 +317,7 @@ class AsyncManaging(Registry):
         connection: AnyAsyncConnection = OWN,
     ) -> list[Job[Any]]:
         """Run failed jobs again, oldest first; return those that will run."""
-        name = task.name if isinstance(task, Task) else task
-        parameters = {"task": name, "queue": queue, "max_jobs": max_jobs, "after": None}
+        parameters = {"task": name_of(task), "queue": queue, "max_jobs": max_jobs, "after": None}
         rows = await self.client.call_async(sql.RETRY_FAILED, parameters, connection)
         return [Job(id, self.client) for id, _, error in rows if error is None]
 

@@ -91,6 +91,8 @@ def prepare(
     client: Client, task: str, args: Mapping[str, Any] | None, options: Mapping[str, Any]
 ) -> PreparedJob[Any]:
     """Prepare a job of a task that need not be known here; its arguments are not checked."""
+    if not isinstance(task, str):
+        raise TypeError(f"task must be a name, not {task!r}; a task has a `defer` of its own")
     is_child = "parent" not in options
     with Naming(f"a job of {task!r}"):
         if options:

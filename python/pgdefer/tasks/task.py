@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from pgdefer.client.client import Client
 from pgdefer.database.callers import (
@@ -25,7 +25,15 @@ from pgdefer.tasks.option_checks import check_options, check_templates
 from pgdefer.tasks.parameters import Parameters
 from pgdefer.tasks.versions import UpgradeT, Versions
 
-__all__ = ["AllTaskOptions", "AsyncTask", "ConfiguredTask", "SyncTask", "Task", "find_task"]
+__all__ = [
+    "AllTaskOptions",
+    "AsyncTask",
+    "ConfiguredTask",
+    "SyncTask",
+    "Task",
+    "find_task",
+    "name_of",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -186,3 +194,20 @@ class AsyncTask(Task[P, R]):
         """Call the function, here and now."""
         coroutine: Coroutine[Any, Any, R] = self.function(*args, **kwargs)
         return coroutine
+
+
+@overload
+def name_of(task: str | Task[..., Any]) -> str: ...
+
+
+@overload
+def name_of(task: str | Task[..., Any] | None) -> str | None: ...
+
+
+def name_of(task: str | Task[..., Any] | None) -> str | None:
+    """Return a task's name, given it or the task. Raises TypeError for anything else."""
+    if isinstance(task, Task):
+        return task.name
+    if task is not None and not isinstance(task, str):
+        raise TypeError(f"task must be a task or its name, not {task!r}")
+    return task

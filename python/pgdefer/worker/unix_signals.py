@@ -46,7 +46,10 @@ def run_until_signal(run: _Run, on_left: Callable[[int], object]) -> None:
 
     asyncio.run would wait for every task and thread that handlers have left, perhaps for ever. If
     some do not end when told to, `on_left` is called with their number, and the loop stays open.
+    Raises RuntimeError within an event loop.
     """
+    if asyncio._get_running_loop() is not None:
+        raise RuntimeError("an event loop runs here: await run_worker_async(...) or run_async()")
     runner = asyncio.Runner()
     # The default executor of the loop, which does not tell whether it is busy.
     threads = ThreadPoolExecutor(thread_name_prefix="asyncio")

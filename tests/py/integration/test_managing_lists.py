@@ -48,10 +48,10 @@ async def test_lists(app: App, conn: Connection, jobs: Jobs) -> None:
     assert (found.id, found.task, found.queue, found.attempts) == (failed.id, "bad", "default", 1)
     queues = {queue.name: queue for queue in app.list_queues()}
     assert queues["mail"].ready == 2
-    app.pause(task="t", queue="slow")
+    app.pause(task=task, queue="slow")
     known = {known.name: known.paused_in for known in app.list_tasks()}
     assert known == {"t": ["slow"], "bad": []}
-    app.resume(task="t", queue="slow")
+    app.resume(task=task, queue="slow")
     assert [(lock.lock, lock.waiting) for lock in app.list_locks()] == [
         ("customer:1", 2),
         ("customer:2", 1),

@@ -91,6 +91,11 @@ async def test_a_stop_while_the_database_refuses_all(
     conn.execute(f'alter database "{conn.info.dbname}" reset default_transaction_read_only')
 
 
+async def test_run_within_an_event_loop_names_the_other_call(app: App) -> None:
+    with pytest.raises(RuntimeError, match="await run_worker_async"):
+        app.run_worker()
+
+
 async def test_a_stop_from_another_thread(app: App) -> None:
     async with running(app) as worker:
         await until(lambda: worker.state.is_waiting)

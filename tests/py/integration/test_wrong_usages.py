@@ -175,6 +175,18 @@ MANAGING: dict[str, tuple[Callable[[App], object], str]] = {
         lambda app: app.pause("mail", until=HOUR),  # type: ignore[arg-type]
         "until must be a datetime",
     ),
+    "a number as task": (
+        lambda app: app.defer(5),  # type: ignore[arg-type]
+        "task must be a name, not 5",
+    ),
+    "a task of an App": (
+        lambda app: app.defer(task(app), {"name": "x"}),
+        "a task has a `defer` of its own",
+    ),
+    "a paused number": (
+        lambda app: app.pause(task=5),  # type: ignore[arg-type]
+        "task must be a task or its name, not 5",
+    ),
     "a text as time": (
         lambda app: app.job(1).reschedule("2030-01-01"),  # type: ignore[arg-type]
         "at must be a datetime, not '2030-01-01'",
