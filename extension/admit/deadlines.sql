@@ -6,7 +6,7 @@
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. If another transaction
 -- has locked a row, it may hold queue.job_override for long: such jobs are returned for a recheck.
 -- Why no wake-up is lost: keys whose waiting jobs have another order now, in which a lighter one may come
--- first, are handed over to the next admission.
+-- first, are handed over to the next admission, and so are jobs that make way.
 create or replace function queue._propagate_deadline(p_ids bigint[], p_takes boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -19,6 +19,7 @@ declare
   v_low_deadlines timestamptz[];
   v_low_ids bigint[];
   v_moved record;
+  v_way record;
 begin
   insert into queue.pending_settlement (job_id, kind, flags)
   select u.id, 'recheck', {{needed}} from unnest(v_earlier.rest) u (id);
@@ -63,8 +64,11 @@ begin
   into v_moved from moved m where m.lane is not null;
   if v_moved.keys is not null then
     perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null, null, v_moved.ids, v_moved.deadlines);
+    v_way := queue._make_way(v_moved.keys);
     insert into queue.pending_settlement (job_id, kind, flags, payload)
-    values (0, 'refill', 0, to_jsonb(v_moved.keys));
+    select 0, 'refill', 0, to_jsonb(v_moved.keys || v_way.keys)
+    union all
+    select u.id, 'again', 0, null from unnest(v_way.ids) u (id);
   end if;
 end $$;
 

@@ -3,11 +3,12 @@
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
 -- p_from, p_places: they were the first that waited for these keys, in that order (_refill). grown: keys
--- whose limit has grown, or for which a job waits that would fit, or that may come before a ready one;
--- discarded: jobs in no gate that would have to wait, and must be discarded instead (on_limit).
+-- whose limit has grown, or for which a job waits that would fit; passed: keys for which a job waits that may
+-- come before a ready one; discarded: jobs in no gate that would have to wait, and must be discarded instead
+-- (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_from text[] default null,
-  p_places timestamptz[] default null, out discarded bigint[], out grown text[])
+  p_places timestamptz[] default null, out discarded bigint[], out grown text[], out passed text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_entries record;
@@ -58,6 +59,7 @@ begin
   end if;
   discarded := v_taken.discarded;
   grown := grown || v_taken.grown;
+  passed := v_taken.passed;
 end $$;
 
 -- Like _enter_slots, for jobs whose places are known (_queue_entries). A key's line, here: the jobs of a lane
@@ -84,7 +86,7 @@ end $$;
 create or replace function queue._take_slots(
   p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[],
   p_is_refill boolean, p_from text[] default null, p_places timestamptz[] default null,
-  p_by_turns boolean default false, out discarded bigint[], out grown text[])
+  p_by_turns boolean default false, out discarded bigint[], out grown text[], out passed text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   -- ns, pairs: which job has which (key, lane); keys, lanes: the distinct ones
@@ -206,10 +208,12 @@ begin
     elsif p_ids[v_n] = any (v_keys.discards) then
       discarded := discarded || p_ids[v_n];
     else
-      if v_fits or not p_is_refill and v_counts.ready[v_shut] > 0
-        and least(v_counts.free[v_shut], v_counts.rate_room[v_shut]) > 0
+      if not p_is_refill and v_counts.ready[v_shut] > 0
         and (p_deadlines[v_n] < 'infinity' or p_ids[v_n] < v_counts.newest[v_shut]) then
-        -- those that wait are too heavy, or this job comes before them, or before some that are ready
+        passed := array_remove(passed, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
+      end if;
+      if v_fits then
+        -- those that wait are too heavy, or this job comes before them
         grown := array_remove(grown, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
       end if;
       v_waiting[v_shut] := v_waiting[v_shut] + 1;

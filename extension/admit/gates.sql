@@ -36,6 +36,7 @@ declare
   v_changed bigint[] := p_changed;
   v_rounds integer := 0;
   v_step record;
+  v_way record;
 begin
   perform queue._count_in_groups(p_changed) where p_changed <> '{}';
   loop
@@ -50,7 +51,9 @@ begin
     if v_turned <> '{}' then
       v_step := queue._enter_slots(v_turned);
       v_turned := null;
-      v_keys := v_keys || v_step.grown;
+      v_way := queue._make_way(v_step.passed);
+      v_arrived := v_way.ids;
+      v_keys := v_keys || v_step.grown || v_way.keys;
       if v_step.discarded is not null then
         perform queue._finish_unclaimed(v_step.discarded, 'cancelled', 'limit', null);
         v_ended := v_ended || v_step.discarded;
@@ -64,16 +67,10 @@ begin
         where (select d.job_id from queue.need d where d.need_id = u.id limit 1) is not null);
       v_ended := null;
     end if;
-    if v_turned <> '{}' then
+    if v_turned <> '{}' or v_arrived <> '{}' then
       null;
     elsif v_keys <> '{}' then
-      v_step := queue._make_way(v_keys);
-      if v_step.ids <> '{}' then
-        v_arrived := v_step.ids;
-        v_keys := v_keys || v_step.keys;
-      else
-        v_keys := queue._refill(v_keys);
-      end if;
+      v_keys := queue._refill(v_keys);
     elsif v_locks <> '{}' then
       v_step := queue._give_turn_to_older(v_locks, '{}');
       v_locks := null;

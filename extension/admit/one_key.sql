@@ -55,9 +55,7 @@ begin
     where l.lane = s.lanes[1] offset 0) l on true
   where s.key = p_key order by s.tick desc limit 1;
   v_room := least(v_count.slots - v_count.used - v_count.ready[1], v_count.waiting[1]);
-  if v_count.is_plain is not true
-    -- more were ready than had slots: one that waits may come before them (_make_way)
-    or v_count.waiting[1] > 0 and v_count.ready[1] > v_count.slots - v_count.used - p_n then
+  if v_count.is_plain is not true then
     return;
   elsif v_room > 0 then
     select array_agg(w.tid) as tids, array_agg(w.id) as ids, array_agg(w.attempt) as attempts,

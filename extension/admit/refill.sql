@@ -103,6 +103,9 @@ language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_later bigint[];
 begin
+  if p_keys is null then
+    return;
+  end if;
   v_later := array(
     with line as materialized (
       select s.key, l.lane, l.ready, l.low, l.low_deadline
@@ -113,7 +116,7 @@ begin
         from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
       cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
         l (lane, ready, waiting, low, low_deadline)
-      where l.waiting > 0 and least(l.ready, s.room) > 0 and l.low_deadline >= '{{end_of_tags}}'
+      where l.waiting > 0 and l.ready > 0 and l.low_deadline >= '{{end_of_tags}}'
         and (s.room <= l.ready or s.room - l.ready < (
           select coalesce(w.weight, 1) from queue.waiting w
           where w.reason = 'slot' and w.key = s.key and w.lane = l.lane

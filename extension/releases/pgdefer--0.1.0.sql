@@ -8365,11 +8365,12 @@ end $$;
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
 -- p_from, p_places: they were the first that waited for these keys, in that order (_refill). grown: keys
--- whose limit has grown, or for which a job waits that would fit, or that may come before a ready one;
--- discarded: jobs in no gate that would have to wait, and must be discarded instead (on_limit).
+-- whose limit has grown, or for which a job waits that would fit; passed: keys for which a job waits that may
+-- come before a ready one; discarded: jobs in no gate that would have to wait, and must be discarded instead
+-- (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_from text[] default null,
-  p_places timestamptz[] default null, out discarded bigint[], out grown text[])
+  p_places timestamptz[] default null, out discarded bigint[], out grown text[], out passed text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_entries record;
@@ -8420,6 +8421,7 @@ begin
   end if;
   discarded := v_taken.discarded;
   grown := grown || v_taken.grown;
+  passed := v_taken.passed;
 end $$;
 
 -- Like _enter_slots, for jobs whose places are known (_queue_entries). A key's line, here: the jobs of a lane
@@ -8446,7 +8448,7 @@ end $$;
 create or replace function queue._take_slots(
   p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[],
   p_is_refill boolean, p_from text[] default null, p_places timestamptz[] default null,
-  p_by_turns boolean default false, out discarded bigint[], out grown text[])
+  p_by_turns boolean default false, out discarded bigint[], out grown text[], out passed text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   -- ns, pairs: which job has which (key, lane); keys, lanes: the distinct ones
@@ -8568,10 +8570,12 @@ begin
     elsif p_ids[v_n] = any (v_keys.discards) then
       discarded := discarded || p_ids[v_n];
     else
-      if v_fits or not p_is_refill and v_counts.ready[v_shut] > 0
-        and least(v_counts.free[v_shut], v_counts.rate_room[v_shut]) > 0
+      if not p_is_refill and v_counts.ready[v_shut] > 0
         and (p_deadlines[v_n] < 'infinity' or p_ids[v_n] < v_counts.newest[v_shut]) then
-        -- those that wait are too heavy, or this job comes before them, or before some that are ready
+        passed := array_remove(passed, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
+      end if;
+      if v_fits then
+        -- those that wait are too heavy, or this job comes before them
         grown := array_remove(grown, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
       end if;
       v_waiting[v_shut] := v_waiting[v_shut] + 1;
@@ -8785,6 +8789,9 @@ language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_later bigint[];
 begin
+  if p_keys is null then
+    return;
+  end if;
   v_later := array(
     with line as materialized (
       select s.key, l.lane, l.ready, l.low, l.low_deadline
@@ -8795,7 +8802,7 @@ begin
         from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
       cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
         l (lane, ready, waiting, low, low_deadline)
-      where l.waiting > 0 and least(l.ready, s.room) > 0 and l.low_deadline >= '0001-01-01 00:00+00'
+      where l.waiting > 0 and l.ready > 0 and l.low_deadline >= '0001-01-01 00:00+00'
         and (s.room <= l.ready or s.room - l.ready < (
           select coalesce(w.weight, 1) from queue.waiting w
           where w.reason = 'slot' and w.key = s.key and w.lane = l.lane
@@ -8853,7 +8860,7 @@ end $$;
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. If another transaction
 -- has locked a row, it may hold queue.job_override for long: such jobs are returned for a recheck.
 -- Why no wake-up is lost: keys whose waiting jobs have another order now, in which a lighter one may come
--- first, are handed over to the next admission.
+-- first, are handed over to the next admission, and so are jobs that make way.
 create or replace function queue._propagate_deadline(p_ids bigint[], p_takes boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -8866,6 +8873,7 @@ declare
   v_low_deadlines timestamptz[];
   v_low_ids bigint[];
   v_moved record;
+  v_way record;
 begin
   insert into queue.pending_settlement (job_id, kind, flags)
   select u.id, 'recheck', 4096/* needed */ from unnest(v_earlier.rest) u (id);
@@ -8910,8 +8918,11 @@ begin
   into v_moved from moved m where m.lane is not null;
   if v_moved.keys is not null then
     perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null, null, v_moved.ids, v_moved.deadlines);
+    v_way := queue._make_way(v_moved.keys);
     insert into queue.pending_settlement (job_id, kind, flags, payload)
-    values (0, 'refill', 0, to_jsonb(v_moved.keys));
+    select 0, 'refill', 0, to_jsonb(v_moved.keys || v_way.keys)
+    union all
+    select u.id, 'again', 0, null from unnest(v_way.ids) u (id);
   end if;
 end $$;
 
@@ -10356,9 +10367,7 @@ begin
     where l.lane = s.lanes[1] offset 0) l on true
   where s.key = p_key order by s.tick desc limit 1;
   v_room := least(v_count.slots - v_count.used - v_count.ready[1], v_count.waiting[1]);
-  if v_count.is_plain is not true
-    -- more were ready than had slots: one that waits may come before them (_make_way)
-    or v_count.waiting[1] > 0 and v_count.ready[1] > v_count.slots - v_count.used - p_n then
+  if v_count.is_plain is not true then
     return;
   elsif v_room > 0 then
     select array_agg(w.tid) as tids, array_agg(w.id) as ids, array_agg(w.attempt) as attempts,
@@ -10628,6 +10637,7 @@ declare
   v_changed bigint[] := p_changed;
   v_rounds integer := 0;
   v_step record;
+  v_way record;
 begin
   perform queue._count_in_groups(p_changed) where p_changed <> '{}';
   loop
@@ -10642,7 +10652,9 @@ begin
     if v_turned <> '{}' then
       v_step := queue._enter_slots(v_turned);
       v_turned := null;
-      v_keys := v_keys || v_step.grown;
+      v_way := queue._make_way(v_step.passed);
+      v_arrived := v_way.ids;
+      v_keys := v_keys || v_step.grown || v_way.keys;
       if v_step.discarded is not null then
         perform queue._finish_unclaimed(v_step.discarded, 'cancelled', 'limit', null);
         v_ended := v_ended || v_step.discarded;
@@ -10656,16 +10668,10 @@ begin
         where (select d.job_id from queue.need d where d.need_id = u.id limit 1) is not null);
       v_ended := null;
     end if;
-    if v_turned <> '{}' then
+    if v_turned <> '{}' or v_arrived <> '{}' then
       null;
     elsif v_keys <> '{}' then
-      v_step := queue._make_way(v_keys);
-      if v_step.ids <> '{}' then
-        v_arrived := v_step.ids;
-        v_keys := v_keys || v_step.keys;
-      else
-        v_keys := queue._refill(v_keys);
-      end if;
+      v_keys := queue._refill(v_keys);
     elsif v_locks <> '{}' then
       v_step := queue._give_turn_to_older(v_locks, '{}');
       v_locks := null;

@@ -1,6 +1,6 @@
 -- Ready jobs that no worker has claimed hold no slot: jobs that come before them take it.
 
-select plan(46);
+select plan(49);
 
 \ir ../admit/gates.helpers.psql
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
@@ -86,14 +86,14 @@ select queue.defer('heavy', deadline => '2910-01-01Z', options => '{"concurrency
 select queue.tick() \g /dev/null
 select is(pg_temp.one_by_one(2), array[:heavy, :far]::bigint[], 'also that of one beside a free slot');
 
--- A ready job that another one has passed, with options of fetch, makes way when that ends.
+-- A ready job that another one has passed, with options of fetch, makes way, too.
 select queue.defer('y', concurrency_key => 'K', concurrency_limit => 1) as far \gset
 select queue.tick() \g /dev/null
 select queue.defer('x', concurrency_key => 'K', concurrency_limit => 1) as x \gset
 select id from queue.fetch(:worker, null, 1, '{"tasks": ["x"]}') \g /dev/null
 select queue.defer('z', concurrency_key => 'K', concurrency_limit => 1, deadline => '2910-01-01Z') as near \gset
 select queue.tick() \g /dev/null
-select is(pg_temp.counts('K'), '1 1 1 1', 'one runs, one is ready, one waits');
+select is(pg_temp.counts('K'), '1 1 0 2', 'one runs, two wait');
 select pg_temp.finish_all();
 select is(pg_temp.one_by_one(2), array[:near, :far]::bigint[], 'the one that waits is first');
 
@@ -106,6 +106,18 @@ select is(pg_temp.claim(10), array[:both]::bigint[], 'two keys');
 select is(pg_temp.counts('A') || ', ' || pg_temp.counts('B'), '1 1 0 1, 1 1 0 0', 'both are in use');
 select pg_temp.finish_all();
 select is(pg_temp.claim(10), array[:far]::bigint[], 'then one');
+select pg_temp.finish_all();
+
+-- A job that makes way gives on its other keys.
+select queue.defer('far', deadline => '2990-01-01Z', options => '{"concurrency": [{"key": "A", "limit": 1}, {"key": "C", "limit": 1}]}') as far \gset
+select queue.defer('c', deadline => '2991-01-01Z', concurrency_key => 'C', concurrency_limit => 1) as c \gset
+select queue.tick() \g /dev/null
+select queue.defer('near', deadline => '2980-01-01Z', concurrency_key => 'A', concurrency_limit => 1) as near \gset
+select queue.tick() \g /dev/null
+select is_empty('select * from queue.check()', 'in order');
+select is(pg_temp.claim(10), array[:near, :c]::bigint[], 'to those that wait for them');
+select pg_temp.finish_all();
+select is(pg_temp.claim(10), array[:far]::bigint[], 'then it starts');
 select pg_temp.finish_all();
 
 -- With options of fetch; and by finish_and_fetch.
