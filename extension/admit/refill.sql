@@ -95,7 +95,8 @@ end $$;
 -- A ready job holds no slot until it is claimed. If jobs begin to wait that come before ready ones of their
 -- key and lane, takes out as many of these by weight, the last ones: ids. They arrive anew, and wait behind
 -- the others. keys: semaphores in which that left room. Not where shares take turns. Of the ready jobs of a
--- lane it looks at the last 1,000 that have keys.
+-- lane it looks at the last 1,000 that have keys. _take_slots names the keys, but not for a job of several
+-- keys that goes on from one line to another: two lines could give way to it in turn, for ever.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 -- Why no wake-up is lost: _advance sends the jobs on, and then calls _refill for their keys.
 create or replace function queue._make_way(p_keys text[], out ids bigint[], out keys text[])
