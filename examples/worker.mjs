@@ -106,7 +106,7 @@ async function exchange(sent, free) {
   for (const { id, claim, error } of rows.filter((row) => row.error)) {
     tell("refused", id, claim, error);
     const isLater = sent.some((one) => one.id === id && one.claim === claim && one.outcome === "retry_later");
-    if (error === "QJ005" || (error === "QJ001" && isLater)) // needs that make a circle, or do not exist
+    if (error === "QJ005" || (error === "QJ001" && isLater)) // needs that make a cycle, or do not exist
       report({ id, claim, outcome: "failed", error: `refused: ${error}`, options: { retryable: false } });
   }
   if (performance.now() - beatAt > DEAD_AFTER * 1000) // frozen so long, it may be gone

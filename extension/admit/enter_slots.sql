@@ -141,7 +141,9 @@ begin
     array_agg({{free_slots}} order by u.n) as free,
     array_agg(queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
       order by u.n) as rate_room,
-    bool_or(s.rate_limit is not null) as have_rates, array_agg(s.limit_id order by u.n) as newest,
+    bool_or(s.rate_limit is not null) as have_rates,
+    -- the newest job of a key, 0 if that is not known
+    array_agg(s.limit_id order by u.n) as newest,
     array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
     array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting
   into v_counts
@@ -209,7 +211,7 @@ begin
       discarded := discarded || p_ids[v_n];
     else
       if not p_is_refill and v_counts.ready[v_shut] > 0
-        and (p_deadlines[v_n] < 'infinity' or p_ids[v_n] < v_counts.newest[v_shut]) then
+        and (p_deadlines[v_n] < 'infinity' or v_counts.newest[v_shut] not between 1 and p_ids[v_n]) then
         passed := array_remove(passed, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
       end if;
       if v_fits then

@@ -8503,7 +8503,9 @@ begin
     array_agg(least(s.slots, 1000000000/* most_slots */) - s.used order by u.n) as free,
     array_agg(queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
       order by u.n) as rate_room,
-    bool_or(s.rate_limit is not null) as have_rates, array_agg(s.limit_id order by u.n) as newest,
+    bool_or(s.rate_limit is not null) as have_rates,
+    -- the newest job of a key, 0 if that is not known
+    array_agg(s.limit_id order by u.n) as newest,
     array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
     array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting
   into v_counts
@@ -8571,7 +8573,7 @@ begin
       discarded := discarded || p_ids[v_n];
     else
       if not p_is_refill and v_counts.ready[v_shut] > 0
-        and (p_deadlines[v_n] < 'infinity' or p_ids[v_n] < v_counts.newest[v_shut]) then
+        and (p_deadlines[v_n] < 'infinity' or v_counts.newest[v_shut] not between 1 and p_ids[v_n]) then
         passed := array_remove(passed, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
       end if;
       if v_fits then
@@ -8779,10 +8781,10 @@ begin
 end $$;
 
 -- A ready job holds no slot until it is claimed. If jobs begin to wait that come before ready ones of their
--- key and lane, takes out as many of these by weight, the last ones: ids. They arrive anew, and wait behind
--- the others. keys: semaphores in which that left room. Not where shares take turns. Of the ready jobs of a
--- lane it looks at the last 1,000 that have keys. _take_slots names the keys, but not for a job of several
--- keys that goes on from one line to another: two lines could give way to it in turn, for ever.
+-- key and lane, and do not fit beside them, takes out as many of these by weight, the last ones: ids. They
+-- arrive anew, and wait behind the others. keys: semaphores in which that left room. Not where shares take
+-- turns. It looks at the last 1,000 ready jobs of a lane. _take_slots names the keys, but not for a job of
+-- several keys that goes on from one line to another: two lines could give way to it in turn, for ever.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 -- Why no wake-up is lost: _advance sends the jobs on, and then calls _refill for their keys.
 create or replace function queue._make_way(p_keys text[], out ids bigint[], out keys text[])
@@ -8795,7 +8797,7 @@ begin
   end if;
   v_later := array(
     with line as materialized (
-      select s.key, l.lane, l.ready, l.low, l.low_deadline
+      select s.key, l.lane, l.ready, l.low, l.low_deadline, greatest(s.room - l.ready, 0) as spare
       from (select distinct u.key from unnest(p_keys) u (key)) u
       cross join lateral (
         select s.key, s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines, least(least(s.slots, 1000000000/* most_slots */) - s.used,
@@ -8803,12 +8805,7 @@ begin
         from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
       cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
         l (lane, ready, waiting, low, low_deadline)
-      where l.waiting > 0 and l.ready > 0 and l.low_deadline >= '0001-01-01 00:00+00'
-        and (s.room <= l.ready or s.room - l.ready < (
-          select coalesce(w.weight, 1) from queue.waiting w
-          where w.reason = 'slot' and w.key = s.key and w.lane = l.lane
-            and (w.deadline, w.id) >= (l.low_deadline, l.low)
-          order by w.deadline, w.id limit 1))),
+      where l.waiting > 0 and l.ready > 0 and l.low_deadline >= '0001-01-01 00:00+00'),
     later as (
       select a.lane, array_agg(aj.id) as ids, array_agg(aj.flags) as flags,
         array_agg(aj.deadline) as deadlines
@@ -8820,33 +8817,32 @@ begin
       cross join lateral (
         select aj.id, aj.flags, aj.deadline from queue.active_job aj
         where aj.lane = a.lane and (aj.deadline, aj.id) > (a.low_deadline, a.low) and aj.claim is null
-          and aj.flags & 6/* slots */ <> 0
         order by aj.deadline desc, aj.id desc limit 1000) aj
-      where exists (select from queue.job j
+      where aj.flags & 6/* slots */ <> 0 and exists (select from queue.job j
         where j.id = aj.id and (j.keys && a.names or j.lock = any (a.names)) offset 0)
       group by a.lane),
     queued as (
-      select k.key, a.lane, k.id, a.deadlines[k.n] as deadline, k.weight, true as is_ready
+      select k.key, a.lane, k.id, a.deadlines[k.n] as deadline, k.weight, l.spare, true as is_ready
       from later a
       cross join lateral queue._keys_of(a.ids, a.flags) k
       join line l on l.key = k.key and l.lane = a.lane
       union all
-      select l.key, l.lane, w.id, w.deadline, w.weight, false
+      select l.key, l.lane, w.id, w.deadline, w.weight, l.spare, false
       from line l
       cross join lateral (
         select w.deadline, w.id, coalesce(w.weight, 1) as weight from queue.waiting w
         where w.reason = 'slot' and w.key = l.key and w.lane = l.lane
           and (w.deadline, w.id) >= (l.low_deadline, l.low)
-        order by w.deadline, w.id limit l.ready) w)
-    select x.id
+        order by w.deadline, w.id limit least(l.ready::bigint + l.spare, 2000)) w)
+    select distinct x.id
     from (
-      select q.id, q.is_ready,
+      select q.id, q.is_ready, q.spare,
         -- what those that wait before it weigh, and the ready ones behind it
         sum(q.weight) filter (where not q.is_ready) over o as before,
         sum(q.weight) filter (where q.is_ready) over (partition by q.key, q.lane
           order by q.deadline desc, q.id desc) - q.weight as behind
       from queued q window o as (partition by q.key, q.lane order by q.deadline, q.id)) x
-    where x.is_ready and x.behind < x.before);
+    where x.is_ready and x.behind < x.before - x.spare);
   if v_later <> '{}' then
     select t.ids, t.keys into ids, keys from queue._dequeue_all(v_later) t;
   end if;

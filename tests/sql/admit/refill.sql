@@ -1,6 +1,6 @@
 -- Ready jobs that no worker has claimed hold no slot: jobs that come before them take it.
 
-select plan(49);
+select plan(58);
 
 \ir ../admit/gates.helpers.psql
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
@@ -85,6 +85,52 @@ select queue.tick() \g /dev/null
 select queue.defer('heavy', deadline => '2910-01-01Z', options => '{"concurrency": [{"key": "W", "limit": 2, "weight": 2}]}') as heavy \gset
 select queue.tick() \g /dev/null
 select is(pg_temp.one_by_one(2), array[:heavy, :far]::bigint[], 'also that of one beside a free slot');
+
+-- Several at once, beside a heavy job that waits, and where there is room for some or all.
+select queue.defer('b', concurrency_key => 'W', concurrency_limit => 2) as b \gset
+select queue.defer('heavy', options => '{"concurrency": [{"key": "W", "limit": 2, "weight": 2}]}') as heavy \gset
+select queue.tick() \g /dev/null
+select min(d) as a from (select queue.defer('a', concurrency_key => 'W', concurrency_limit => 2, deadline => '2910-01-01Z') as d from generate_series(1, 2)) x \gset
+select queue.tick() \g /dev/null
+select is(pg_temp.claim(10), array[:a, :a + 1]::bigint[], 'two take the slots');
+select pg_temp.finish_all();
+select is(pg_temp.one_by_one(2), array[:b, :heavy]::bigint[], 'then the others');
+select queue.defer('b', concurrency_key => 'X', concurrency_limit => 3) as b \gset
+select queue.defer('heavy', options => '{"concurrency": [{"key": "X", "limit": 3, "weight": 3}]}') as heavy \gset
+select queue.tick() \g /dev/null
+select aj.xmin as before from queue.active_job aj where aj.id = :b \gset
+select queue.defer('a', concurrency_key => 'X', concurrency_limit => 3, deadline => '2910-01-01Z') as a \gset
+select queue.tick() \g /dev/null
+select is((select aj.xmin::text from queue.active_job aj where aj.id = :b), :'before', 'none makes way for one that fits');
+select is(pg_temp.claim(10), array[:a, :b]::bigint[], 'both start');
+select pg_temp.finish_all();
+select is(pg_temp.claim(10), array[:heavy]::bigint[], 'then the heavy one');
+select pg_temp.finish_all();
+
+-- One that has to make way at two keys, while its task is being paused.
+select queue.defer('both', deadline => '2990-01-01Z', options => '{"concurrency": [{"key": "A", "limit": 1}, {"key": "C", "limit": 1}]}') as far \gset
+select queue.tick() \g /dev/null
+select queue.pause(task => 'both') \g /dev/null
+select queue.resume(task => 'both') \g /dev/null
+select queue.defer('near', deadline => '2980-01-01Z', concurrency_key => 'A', concurrency_limit => 1) as a, queue.defer('near', deadline => '2980-01-01Z', concurrency_key => 'C', concurrency_limit => 1) as c \gset
+select queue.tick() \g /dev/null
+select is_empty('select * from queue.check()', 'in order');
+select is(pg_temp.claim(10), array[:a, :c]::bigint[], 'both of these start');
+select pg_temp.finish_all();
+select is(pg_temp.claim(10), array[:far]::bigint[], 'then it does');
+select pg_temp.finish_all();
+
+-- A retry, where the newest job of the key is gone.
+select queue.defer('old', concurrency_key => 'N', concurrency_limit => 1, options => '{"retry": {"max_attempts": 2, "base": "1 hour"}}') as old \gset
+select pg_temp.claim(1) \g /dev/null
+select queue.fail(j.id, j.claim, 'x') from queue.jobs j where j.id = :old \g /dev/null
+select queue.defer('young', concurrency_key => 'N', concurrency_limit => 1) as young, queue.defer('gone', concurrency_key => 'N', concurrency_limit => 1) as gone \gset
+select queue.tick() \g /dev/null
+select queue.delete(array[:gone]::bigint[]) \g /dev/null
+select queue.configure_key('N*', '{"limit": 1}') \g /dev/null
+select queue.reschedule(:old) \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.one_by_one(2), array[:old, :young]::bigint[], 'is first, too');
 
 -- A ready job that another one has passed, with options of fetch, makes way, too.
 select queue.defer('y', concurrency_key => 'K', concurrency_limit => 1) as far \gset
@@ -216,7 +262,7 @@ select is(pg_temp.claim(1), array[:heavy]::bigint[], 'a heavy job that fits alon
 select pg_temp.finish_all();
 select queue.cancel(j.id) from queue.jobs j where j.state in ('ready', 'blocked') \g /dev/null
 
--- 2,000 of them, each nearer than all before: they start in order, and none is moved for each claim.
+-- 2,000 of them, each nearer than all before: they start in order.
 select queue.defer('t', concurrency_key => 'M', concurrency_limit => 1, deadline => '2990-01-01Z') as last \gset
 select queue.tick() \g /dev/null
 select count(queue.defer('t', concurrency_key => 'M', concurrency_limit => 1, deadline => '2980-01-01Z'::timestamptz - n * interval '1 minute')) from generate_series(1, 2000) n \g /dev/null
