@@ -103,7 +103,7 @@ def test_a_call_that_is_refused(visit: Open, shop: dict[str, int], conn: Connect
     expect(page.locator("h1")).to_have_text("Hold: the job's state does not allow this")
     page.go_back()
     page.locator("summary").get_by_text("Reschedule", exact=True).click()
-    page.get_by_label("at (UTC").fill("soon")
+    page.get_by_label("at (UTC; empty: now)").fill("soon")
     page.get_by_role("button", name="Reschedule", exact=True).click()
     expect(page.locator("h1")).to_contain_text("soon")
     assert audit(conn) == []

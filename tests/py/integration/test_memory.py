@@ -114,7 +114,7 @@ ONLY_THE_DATABASE: dict[str, tuple[str, Call]] = {
         lambda app: [option(queueing_lock="b")(app) for _ in range(2)],
     ),
     "a need that does not exist": ("`needs` of jobs that do not exist", option(needs=[10**9])),
-    "an empty name": ("names that are empty", lambda app: app.defer("")),
+    "an empty name": ("an empty name of a task", lambda app: app.defer("")),
     "a long name": ("longer than 1,000 bytes", option(queue="x" * 1001)),
     "a pattern as queue": ("end in `*`", option(queue="mail*")),
     "NUL in a name": ("contain NUL", option(lock="a\0b")),
