@@ -34,7 +34,7 @@ begin
   perform queue.register_task('registered', '{"queue": "q", "retry": {"max_attempts": 3, "base": "1 hour"}, "lock": "r {n}"}');
   perform queue.configure_queue('limited', '{"max_running": 1, "rate": {"limit": 100, "per": "1 min"}, "retain": "3 days"}');
   perform queue.create_queue('empty');
-  perform queue.schedule('hourly', '@hourly', 'by schedule', timezone => 'Europe/Paris', options => '{"queue": "cron"}');
+  perform queue.schedule('yearly', '@yearly', 'by schedule', timezone => 'Europe/Paris', options => '{"queue": "cron"}');
   perform queue.schedule('disabled', 'every 90 seconds', 'by schedule', options => '{"enabled": false}');
   v_worker := queue.register_worker('kept', null, '{"host": "h"}');
   v_dead := queue.register_worker('dead', null, '{"dead_after": "1 day"}');
