@@ -39,7 +39,7 @@ from pgdefer.tasks.infos import (
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.option_checks import check_cron, check_options
 from pgdefer.tasks.registry import Registry
-from pgdefer.tasks.task import Task, name_of
+from pgdefer.tasks.task import Task, task_name
 
 __all__ = ["Managing"]
 
@@ -73,7 +73,7 @@ class Managing(Registry):
             "state": state,
             "max_bytes": 50_000_000,
             "by": by,
-            "task": name_of(task),
+            "task": task_name(task),
             "before": before,
             "max_jobs": max_jobs,
         }
@@ -149,7 +149,7 @@ class Managing(Registry):
         is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
         """
         at = checked_time("until", until)
-        parameters = {"queue": queue, "task": name_of(task), "until": at}
+        parameters = {"queue": queue, "task": task_name(task), "until": at}
         ((jobs,),) = self.client.call(sql.PAUSE, parameters, connection)
         return int(jobs)
 
@@ -165,7 +165,7 @@ class Managing(Registry):
         Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the
         queue stays. Returns and raises as `pause`.
         """
-        parameters = {"queue": queue, "task": name_of(task)}
+        parameters = {"queue": queue, "task": task_name(task)}
         ((jobs,),) = self.client.call(sql.RESUME, parameters, connection)
         return int(jobs)
 
@@ -250,7 +250,7 @@ class Managing(Registry):
         The arguments are checked if `task` is a Task, and not a name.
         """
         what = f"the schedule {name!r}"
-        named = name_of(task)
+        named = task_name(task)
         check_cron(what, cron)
         check_options(what, options, RecurringOptions)
         if isinstance(task, Task):
@@ -316,7 +316,7 @@ class Managing(Registry):
         connection: AnyConnection = OWN,
     ) -> list[Job[Any]]:
         """Run failed jobs again, oldest first; return those that will run."""
-        parameters = {"task": name_of(task), "queue": queue, "max_jobs": max_jobs, "after": None}
+        parameters = {"task": task_name(task), "queue": queue, "max_jobs": max_jobs, "after": None}
         rows = self.client.call(sql.RETRY_FAILED, parameters, connection)
         return [Job(id, self.client) for id, _, error in rows if error is None]
 

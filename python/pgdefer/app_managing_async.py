@@ -38,7 +38,7 @@ from pgdefer.tasks.infos import (
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.option_checks import check_cron, check_options
 from pgdefer.tasks.registry import Registry
-from pgdefer.tasks.task import Task, name_of
+from pgdefer.tasks.task import Task, task_name
 
 __all__ = ["AsyncManaging"]
 
@@ -72,7 +72,7 @@ class AsyncManaging(Registry):
             "state": state,
             "max_bytes": 50_000_000,
             "by": by,
-            "task": name_of(task),
+            "task": task_name(task),
             "before": before,
             "max_jobs": max_jobs,
         }
@@ -150,7 +150,7 @@ class AsyncManaging(Registry):
         is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
         """
         at = checked_time("until", until)
-        parameters = {"queue": queue, "task": name_of(task), "until": at}
+        parameters = {"queue": queue, "task": task_name(task), "until": at}
         ((jobs,),) = await self.client.call_async(sql.PAUSE, parameters, connection)
         return int(jobs)
 
@@ -166,7 +166,7 @@ class AsyncManaging(Registry):
         Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the
         queue stays. Returns and raises as `pause`.
         """
-        parameters = {"queue": queue, "task": name_of(task)}
+        parameters = {"queue": queue, "task": task_name(task)}
         ((jobs,),) = await self.client.call_async(sql.RESUME, parameters, connection)
         return int(jobs)
 
@@ -251,7 +251,7 @@ class AsyncManaging(Registry):
         The arguments are checked if `task` is a Task, and not a name.
         """
         what = f"the schedule {name!r}"
-        named = name_of(task)
+        named = task_name(task)
         check_cron(what, cron)
         check_options(what, options, RecurringOptions)
         if isinstance(task, Task):
@@ -317,7 +317,7 @@ class AsyncManaging(Registry):
         connection: AnyAsyncConnection = OWN,
     ) -> list[Job[Any]]:
         """Run failed jobs again, oldest first; return those that will run."""
-        parameters = {"task": name_of(task), "queue": queue, "max_jobs": max_jobs, "after": None}
+        parameters = {"task": task_name(task), "queue": queue, "max_jobs": max_jobs, "after": None}
         rows = await self.client.call_async(sql.RETRY_FAILED, parameters, connection)
         return [Job(id, self.client) for id, _, error in rows if error is None]
 

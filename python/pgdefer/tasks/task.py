@@ -32,7 +32,7 @@ __all__ = [
     "SyncTask",
     "Task",
     "find_task",
-    "name_of",
+    "task_name",
 ]
 
 P = ParamSpec("P")
@@ -197,14 +197,14 @@ class AsyncTask(Task[P, R]):
 
 
 @overload
-def name_of(task: str | Task[..., Any]) -> str: ...
+def task_name(task: str | Task[..., Any]) -> str: ...
 
 
 @overload
-def name_of(task: str | Task[..., Any] | None) -> str | None: ...
+def task_name(task: str | Task[..., Any] | None) -> str | None: ...
 
 
-def name_of(task: str | Task[..., Any] | None) -> str | None:
+def task_name(task: str | Task[..., Any] | None) -> str | None:
     """Return a task's name, given it or the task. Raises TypeError for anything else."""
     if isinstance(task, Task):
         return task.name

@@ -7,9 +7,9 @@ from typing import Any, Generic, TypeVar
 
 from pgdefer.app import App
 from pgdefer.tasks.registry import DjangoTask, task_of
-from pgdefer.tasks.task import Task
+from pgdefer.tasks.task import Task, task_name
 from pgdefer.testing.connections import at_once
-from pgdefer.testing.jobs import Deferred, DeferredJob, J, arguments, found, name_of
+from pgdefer.testing.jobs import Deferred, DeferredJob, J, arguments, found
 
 __all__ = ["Assertions"]
 
@@ -66,7 +66,7 @@ class Assertions(Generic[J]):
         expected = arguments(known, args, kwargs)
         matching = found(jobs, known, expected)
         if not matching:
-            wanted = _call_text(name_of(known), expected)
+            wanted = _call_text(task_name(known), expected)
             raise AssertionError(f"{wanted} was not deferred, but\n{_listed(jobs)}")
         return matching[-1]
 

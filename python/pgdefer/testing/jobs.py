@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from pgdefer.client.client import Client
-from pgdefer.tasks.task import Task
+from pgdefer.tasks.task import Task, task_name
 
 __all__ = [
     "Deferred",
@@ -20,7 +20,6 @@ __all__ = [
     "deferred_job",
     "found",
     "is_of",
-    "name_of",
 ]
 
 
@@ -106,11 +105,6 @@ def deferred_job(client: Client, row: Sequence[Any]) -> DeferredJob:
     return DeferredJob(**values)
 
 
-def name_of(task: Task[..., Any] | str) -> str:
-    """Return a task's name."""
-    return task if isinstance(task, str) else task.name
-
-
 def arguments(
     task: Task[..., Any] | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
@@ -136,4 +130,4 @@ def is_of(job: Deferred, expected: Mapping[str, Any]) -> bool:
 
 def found(jobs: Iterable[J], task: Task[..., Any] | str, expected: Mapping[str, Any]) -> list[J]:
     """Return the jobs of a task with these arguments."""
-    return [job for job in jobs if job.task == name_of(task) and is_of(job, expected)]
+    return [job for job in jobs if job.task == task_name(task) and is_of(job, expected)]

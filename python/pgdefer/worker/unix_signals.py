@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-from pgdefer.database.own_threads import in_own_thread
+from pgdefer.database.own_threads import has_running_loop, in_own_thread
 from pgdefer.worker.state import GRACE
 
 __all__ = ["run_until_signal", "signals"]
@@ -48,7 +48,7 @@ def run_until_signal(run: _Run, on_left: Callable[[int], object]) -> None:
     some do not end when told to, `on_left` is called with their number, and the loop stays open.
     Raises RuntimeError within an event loop.
     """
-    if asyncio._get_running_loop() is not None:
+    if has_running_loop():
         raise RuntimeError("an event loop runs here: await run_worker_async(...) or run_async()")
     runner = asyncio.Runner()
     # The default executor of the loop, which does not tell whether it is busy.
