@@ -97,8 +97,10 @@ end $$;
 -- arrive anew, and wait behind the others. keys: semaphores in which that left room. Not where shares take
 -- turns. It looks at the last 1,000 ready jobs of a lane. _take_slots names the keys, but not for a job of
 -- several keys that goes on from one line to another: two lines could give way to it in turn, for ever.
--- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked: a ready job whose row
+-- another transaction holds keeps its place.
 -- Why no wake-up is lost: _advance sends the jobs on, and then calls _refill for their keys.
+-- Two sessions: admit/refill.locked.spec.
 create or replace function queue._make_way(p_keys text[], out ids bigint[], out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -109,6 +111,7 @@ begin
   end if;
   v_later := array(
     with line as materialized (
+      -- spare: the room beside the ready ones, which may be large
       select s.key, l.lane, l.ready, l.low, l.low_deadline, greatest(s.room - l.ready, 0) as spare
       from (select distinct u.key from unnest(p_keys) u (key)) u
       cross join lateral (

@@ -8785,8 +8785,10 @@ end $$;
 -- arrive anew, and wait behind the others. keys: semaphores in which that left room. Not where shares take
 -- turns. It looks at the last 1,000 ready jobs of a lane. _take_slots names the keys, but not for a job of
 -- several keys that goes on from one line to another: two lines could give way to it in turn, for ever.
--- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked: a ready job whose row
+-- another transaction holds keeps its place.
 -- Why no wake-up is lost: _advance sends the jobs on, and then calls _refill for their keys.
+-- Two sessions: admit/refill.locked.spec.
 create or replace function queue._make_way(p_keys text[], out ids bigint[], out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -8797,6 +8799,7 @@ begin
   end if;
   v_later := array(
     with line as materialized (
+      -- spare: the room beside the ready ones, which may be large
       select s.key, l.lane, l.ready, l.low, l.low_deadline, greatest(s.room - l.ready, 0) as spare
       from (select distinct u.key from unnest(p_keys) u (key)) u
       cross join lateral (
@@ -17154,7 +17157,7 @@ begin
       + 120/* row_bytes */) into v_total
     from queue.log l where l.id = any (p_ids);
     if v_total <= 65536/* answer_bytes */ then
-      -- of such jobs an eighth more would fit, too
+      -- there is room for an eighth more of such jobs
       if v_total <= 65536/* answer_bytes */ / 8 * 7
         and cardinality(p_ids) >= nullif(current_setting('pgdefer.fitting', true), '')::integer then
         perform set_config('pgdefer.fitting', (cardinality(p_ids) + cardinality(p_ids) / 8)::text, false);
