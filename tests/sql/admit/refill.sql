@@ -4,16 +4,6 @@ select plan(58);
 
 \ir ../admit/gates.helpers.psql
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
-create function pg_temp.one_by_one(n integer) returns bigint[] language plpgsql as $$
-declare
-  v_ids bigint[];
-begin
-  for i in 1 .. n loop
-    v_ids := v_ids || pg_temp.claim(1);
-    perform pg_temp.finish_all();
-  end loop;
-  return v_ids;
-end $$;
 -- a key's limit, used, ready and waiting
 create function pg_temp.counts(key text) returns text language plpgsql as $$
 begin

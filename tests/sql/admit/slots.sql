@@ -59,16 +59,6 @@ select queue.defer('needs', deadline => '2960-01-01Z', needs => array[:none]) as
 select queue.tick() \g /dev/null
 select is_empty('select * from queue.check()', 'in order');
 select pg_temp.finish_all();
-create function pg_temp.one_by_one(n integer) returns bigint[] language plpgsql as $$
-declare
-  v_ids bigint[];
-begin
-  for i in 1 .. n loop
-    v_ids := v_ids || pg_temp.claim(1);
-    perform pg_temp.finish_all();
-  end loop;
-  return v_ids;
-end $$;
 select is(pg_temp.one_by_one(5), array[:none, :needs, :moved, :near, :far]::bigint[], 'a slot is given by deadline, also that of dependents, then id');
 -- Many, in waves, with the same order as a sort.
 select queue.defer('t', concurrency_key => 'P', concurrency_limit => 1, deadline => case when n % 3 > 0 then '2900-01-01Z'::timestamptz + (n * 7 % 11) * interval '1 day' end)
