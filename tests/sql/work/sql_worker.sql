@@ -110,8 +110,15 @@ select queue.defer('sleeps') as id, queue.defer('close', '{"month": "July"}') as
 set statement_timeout = '1 s';
 \set ON_ERROR_STOP 0
 call queue.work();
-\set ON_ERROR_STOP 1
 reset statement_timeout;
+-- On a busy machine a second may pass before the job starts.
+select not exists (select from queue.attempts a where a.job_id = :id) as is_early \gset
+\if :is_early
+  set statement_timeout = '30 s';
+  call queue.work();
+  reset statement_timeout;
+\endif
+\set ON_ERROR_STOP 1
 select is((select state || ' ' || outcome from queue.jobs j join queue.attempts a on a.job_id = j.id where j.id = :id), 'failed timed_out', 'its job has timed out');
 select is((select count(*) from billing.closed where month = 'slept'), 0::bigint, 'its writes are undone');
 select is(pg_temp.job(:july), 'ready 0', 'and work ends');
