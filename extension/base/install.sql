@@ -9,12 +9,8 @@ begin
   if to_regclass('queue.installation') is null then
     begin
       perform queue._create_tables();
+      perform queue._set_version('@VERSION@');
       perform queue._require_utf8() where getdatabaseencoding() = 'SQL_ASCII';
-      execute format('insert into queue.installation (version, system_identifier, era) values (%L, %s, '''')',
-                     '@VERSION@', (select system_identifier from pg_control_system()));
-      execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, false, ''-infinity'')';
-      perform queue._begin_era(queue._era());
-      return '@VERSION@';
     exception when duplicate_table or unique_violation then
       if to_regclass('queue.installation') is null then
         raise;

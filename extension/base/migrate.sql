@@ -5,6 +5,7 @@
 -- lock); queue.active_job, as workers' calls do first; those of a step's DDL. It waits for these for 100 ms
 -- at a time, so that defer waits behind it no longer than that, and a hundred times. It does not build a
 -- missing large index, but warns of it.
+-- Locks of missing rows: as _fill_tables.
 -- Raises: QJ090 if there is no step from the version of the tables, or there are no tables; 55P03 if a
 -- transaction that has used the tables stays open too long.
 create or replace function queue.migrate()
@@ -15,14 +16,14 @@ declare
   v_index record;
   v_timeout text := current_setting('lock_timeout');
 begin
+  {{installed}}
   if to_regclass('queue.access') is not null then
     lock table queue.access in share row exclusive mode;
   end if;
+  perform queue._fill_tables();
   loop
     v_version := queue._tables_version();
-    if v_version is null then
-      perform queue._check_installed();
-    elsif not v_version = any (queue._versions()) then
+    if not v_version = any (queue._versions()) then
       perform queue._incompatible('there is no migration from the tables to this code', v_version);
     end if;
     exit when v_version = '@VERSION@';
@@ -32,7 +33,7 @@ begin
         -- first, as workers' calls do: one that has it and waits for queue.log would be waited for in turn
         lock table queue.active_job in access exclusive mode;
         v_version := queue._migrate_tables(v_version);
-        execute 'update queue.installation set version = $1' using v_version;
+        perform queue._set_version(v_version);
         perform set_config('lock_timeout', v_timeout, true);
         exit;
       exception when lock_not_available then
@@ -106,20 +107,56 @@ create or replace function queue._incompatible(message text, tables text)
 returns void language plpgsql stable parallel safe security invoker as $$
 begin
   raise exception using errcode = 'QJ090', message = message,
-    detail = format('tables: %s, code: %s', tables, '@VERSION@'), hint = queue._how_to_fit(tables);
+    detail = format('tables: %s, code: %s', coalesce(tables, 'without their rows'), '@VERSION@'), hint = queue._how_to_fit(tables);
 end $$;
 
 -- What to run so that the code fits tables of this version.
 create or replace function queue._how_to_fit(tables text)
 returns text language plpgsql immutable parallel safe security invoker as $$
 begin
-  return case when tables = any (queue._versions()) then 'Run SELECT queue.migrate().'
+  return case when tables is null then 'Run SELECT queue.install().'
+    when tables = any (queue._versions()) then 'Run SELECT queue.migrate().'
     when string_to_array(substring(tables from '^[0-9.]*[0-9]'), '.')::numeric[]
       > string_to_array(substring('@VERSION@' from '^[0-9.]*[0-9]'), '.')::numeric[]
       then 'Upgrade the code: pgdefer upgrade, or ALTER EXTENSION pgdefer UPDATE.'
     else 'Install a release in between first, one that can migrate these tables.' end;
 end $$;
 
+-- Inserts the rows of the tables that have one row each, where they are missing: in new tables, and after a
+-- restore without data. Jobs that were deferred meanwhile are admitted, and none is admitted twice.
+-- Locks: if a row is missing, queue.admission, so that nobody else admits; the caller holds queue.access,
+-- against others that do this.
+create or replace function queue._fill_tables()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_table text;
+  v_is_empty boolean;
+  v_is_filled boolean := false;
+begin
+  foreach v_table in array '{installation,cursor,admission,horizon,minute_cursor}'::text[] loop
+    execute format('select not exists (select from queue.%I)', v_table) into v_is_empty;
+    if v_is_empty then
+      lock table queue.admission in exclusive mode;
+      execute format('insert into queue.%I default values', v_table);
+      v_is_filled := true;
+    end if;
+  end loop;
+  if v_is_filled then
+    perform queue._restart_cursor();
+    perform queue._begin_era(queue._era());
+  end if;
+end $$;
+
+-- Records the version of the tables: in the row, and as the column's default, which is dumped without data
+-- too.
+create or replace function queue._set_version(p_version text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  execute format('alter table queue.installation alter column version set default %L', p_version);
+  execute 'update queue.installation set version = $1' using p_version;
+end $$;
+
+-- The version of the tables; NULL if there are none, or if a restore without data has left them empty.
 create or replace function queue._tables_version()
 returns text language plpgsql stable parallel safe security invoker as $$
 declare

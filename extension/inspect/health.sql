@@ -48,8 +48,8 @@ begin
   name := 'version';
   select t.code, t.tables into v_facts from queue.version() t;
   status := case when v_facts.code = v_facts.tables then 'ok' else 'fail' end;
-  detail := format('code %s, tables %s', v_facts.code, v_facts.tables);
-  fix := case when v_facts.code <> v_facts.tables then queue._how_to_fit(v_facts.tables) end;
+  detail := format('code %s, tables %s', v_facts.code, coalesce(v_facts.tables, 'without their rows'));
+  fix := case when v_facts.code is distinct from v_facts.tables then queue._how_to_fit(v_facts.tables) end;
   return next;
 end $$;
 

@@ -177,8 +177,8 @@ begin
 create table queue.installation (
   is_only boolean not null default true,
   version text not null,
-  system_identifier bigint not null,
-  era text not null,
+  system_identifier bigint not null default 0,
+  era text not null default '',
   written xid,
   up_since timestamptz not null default '-infinity',
   installed_at timestamptz not null default now(),
@@ -398,18 +398,17 @@ create table queue.admission (
   constraint admission_pkey primary key (is_only),
   constraint admission_only_check check (is_only)
 );
-insert into queue.admission default values;
 
 -- How far the log has been read: all rows that are visible in the snapshot (next_xid, in_flight) were read.
 -- A newer row replaces the row, and reads begin with the newest, so that dead rows cost nothing while a
 -- transaction that stays open holds them.
 create table queue.cursor (
-  tick bigint not null,
-  next_xid xid8 not null,
-  in_flight xid8[] not null,
-  high_id bigint not null,
-  has_backlog boolean not null,
-  due_at timestamptz not null,
+  tick bigint not null default 0,
+  next_xid xid8 not null default '3',
+  in_flight xid8[] not null default '{}',
+  high_id bigint not null default 0,
+  has_backlog boolean not null default false,
+  due_at timestamptz not null default '-infinity',
   constraint cursor_pkey primary key (tick)
 );
 
@@ -994,7 +993,6 @@ create table queue.horizon (
   constraint horizon_pkey primary key (is_only),
   constraint horizon_only_check check (is_only)
 ) with (fillfactor = 20);
-insert into queue.horizon default values;
 
 -- Attempts that ended because the worker did not know the task.
 create index attempt_unknown_idx on queue.attempt (claim) where outcome = 'released'
@@ -1027,7 +1025,6 @@ create table queue.minute_cursor (
   constraint minute_cursor_pkey primary key (is_only),
   constraint minute_cursor_only_check check (is_only)
 ) with (fillfactor = 20);
-insert into queue.minute_cursor default values;
 
 create view queue.minutes as
 select m.minute, m.queue collate "default" as queue, m.task collate "default" as task, m.succeeded, m.failed,
@@ -3547,6 +3544,7 @@ end $$;
 -- lock); queue.active_job, as workers' calls do first; those of a step's DDL. It waits for these for 100 ms
 -- at a time, so that defer waits behind it no longer than that, and a hundred times. It does not build a
 -- missing large index, but warns of it.
+-- Locks of missing rows: as _fill_tables.
 -- Raises: QJ090 if there is no step from the version of the tables, or there are no tables; 55P03 if a
 -- transaction that has used the tables stays open too long.
 create or replace function queue.migrate()
@@ -3557,14 +3555,14 @@ declare
   v_index record;
   v_timeout text := current_setting('lock_timeout');
 begin
+  if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   if to_regclass('queue.access') is not null then
     lock table queue.access in share row exclusive mode;
   end if;
+  perform queue._fill_tables();
   loop
     v_version := queue._tables_version();
-    if v_version is null then
-      perform queue._check_installed();
-    elsif not v_version = any (queue._versions()) then
+    if not v_version = any (queue._versions()) then
       perform queue._incompatible('there is no migration from the tables to this code', v_version);
     end if;
     exit when v_version = '0.1.0';
@@ -3574,7 +3572,7 @@ begin
         -- first, as workers' calls do: one that has it and waits for queue.log would be waited for in turn
         lock table queue.active_job in access exclusive mode;
         v_version := queue._migrate_tables(v_version);
-        execute 'update queue.installation set version = $1' using v_version;
+        perform queue._set_version(v_version);
         perform set_config('lock_timeout', v_timeout, true);
         exit;
       exception when lock_not_available then
@@ -3648,20 +3646,56 @@ create or replace function queue._incompatible(message text, tables text)
 returns void language plpgsql stable parallel safe security invoker as $$
 begin
   raise exception using errcode = 'QJ090', message = message,
-    detail = format('tables: %s, code: %s', tables, '0.1.0'), hint = queue._how_to_fit(tables);
+    detail = format('tables: %s, code: %s', coalesce(tables, 'without their rows'), '0.1.0'), hint = queue._how_to_fit(tables);
 end $$;
 
 -- What to run so that the code fits tables of this version.
 create or replace function queue._how_to_fit(tables text)
 returns text language plpgsql immutable parallel safe security invoker as $$
 begin
-  return case when tables = any (queue._versions()) then 'Run SELECT queue.migrate().'
+  return case when tables is null then 'Run SELECT queue.install().'
+    when tables = any (queue._versions()) then 'Run SELECT queue.migrate().'
     when string_to_array(substring(tables from '^[0-9.]*[0-9]'), '.')::numeric[]
       > string_to_array(substring('0.1.0' from '^[0-9.]*[0-9]'), '.')::numeric[]
       then 'Upgrade the code: pgdefer upgrade, or ALTER EXTENSION pgdefer UPDATE.'
     else 'Install a release in between first, one that can migrate these tables.' end;
 end $$;
 
+-- Inserts the rows of the tables that have one row each, where they are missing: in new tables, and after a
+-- restore without data. Jobs that were deferred meanwhile are admitted, and none is admitted twice.
+-- Locks: if a row is missing, queue.admission, so that nobody else admits; the caller holds queue.access,
+-- against others that do this.
+create or replace function queue._fill_tables()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_table text;
+  v_is_empty boolean;
+  v_is_filled boolean := false;
+begin
+  foreach v_table in array '{installation,cursor,admission,horizon,minute_cursor}'::text[] loop
+    execute format('select not exists (select from queue.%I)', v_table) into v_is_empty;
+    if v_is_empty then
+      lock table queue.admission in exclusive mode;
+      execute format('insert into queue.%I default values', v_table);
+      v_is_filled := true;
+    end if;
+  end loop;
+  if v_is_filled then
+    perform queue._restart_cursor();
+    perform queue._begin_era(queue._era());
+  end if;
+end $$;
+
+-- Records the version of the tables: in the row, and as the column's default, which is dumped without data
+-- too.
+create or replace function queue._set_version(p_version text)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  execute format('alter table queue.installation alter column version set default %L', p_version);
+  execute 'update queue.installation set version = $1' using p_version;
+end $$;
+
+-- The version of the tables; NULL if there are none, or if a restore without data has left them empty.
 create or replace function queue._tables_version()
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
@@ -3686,12 +3720,8 @@ begin
   if to_regclass('queue.installation') is null then
     begin
       perform queue._create_tables();
+      perform queue._set_version('0.1.0');
       perform queue._require_utf8() where getdatabaseencoding() = 'SQL_ASCII';
-      execute format('insert into queue.installation (version, system_identifier, era) values (%L, %s, '''')',
-                     '0.1.0', (select system_identifier from pg_control_system()));
-      execute 'insert into queue.cursor values (0, ''3'', ''{}'', 0, false, ''-infinity'')';
-      perform queue._begin_era(queue._era());
-      return '0.1.0';
     exception when duplicate_table or unique_violation then
       if to_regclass('queue.installation') is null then
         raise;
@@ -21838,8 +21868,8 @@ begin
   name := 'version';
   select t.code, t.tables into v_facts from queue.version() t;
   status := case when v_facts.code = v_facts.tables then 'ok' else 'fail' end;
-  detail := format('code %s, tables %s', v_facts.code, v_facts.tables);
-  fix := case when v_facts.code <> v_facts.tables then queue._how_to_fit(v_facts.tables) end;
+  detail := format('code %s, tables %s', v_facts.code, coalesce(v_facts.tables, 'without their rows'));
+  fix := case when v_facts.code is distinct from v_facts.tables then queue._how_to_fit(v_facts.tables) end;
   return next;
 end $$;
 

@@ -5,18 +5,17 @@ create table queue.admission (
   constraint admission_pkey primary key (is_only),
   constraint admission_only_check check (is_only)
 );
-insert into queue.admission default values;
 
 -- How far the log has been read: all rows that are visible in the snapshot (next_xid, in_flight) were read.
 -- A newer row replaces the row, and reads begin with the newest, so that dead rows cost nothing while a
 -- transaction that stays open holds them.
 create table queue.cursor (
-  tick bigint not null,
-  next_xid xid8 not null,
-  in_flight xid8[] not null,
-  high_id bigint not null,
-  has_backlog boolean not null,
-  due_at timestamptz not null,
+  tick bigint not null default 0,
+  next_xid xid8 not null default '3',
+  in_flight xid8[] not null default '{}',
+  high_id bigint not null default 0,
+  has_backlog boolean not null default false,
+  due_at timestamptz not null default '-infinity',
   constraint cursor_pkey primary key (tick)
 );
 

@@ -5,8 +5,8 @@
 create table queue.installation (
   is_only boolean not null default true,
   version text not null,
-  system_identifier bigint not null,
-  era text not null,
+  system_identifier bigint not null default 0,
+  era text not null default '',
   written xid,
   up_since timestamptz not null default '-infinity',
   installed_at timestamptz not null default now(),

@@ -78,7 +78,6 @@ create table queue.horizon (
   constraint horizon_pkey primary key (is_only),
   constraint horizon_only_check check (is_only)
 ) with (fillfactor = 20);
-insert into queue.horizon default values;
 
 -- Attempts that ended because the worker did not know the task.
 create index attempt_unknown_idx on queue.attempt (claim) where outcome = 'released'

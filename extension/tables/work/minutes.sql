@@ -24,7 +24,6 @@ create table queue.minute_cursor (
   constraint minute_cursor_pkey primary key (is_only),
   constraint minute_cursor_only_check check (is_only)
 ) with (fillfactor = 20);
-insert into queue.minute_cursor default values;
 
 create view queue.minutes as
 select m.minute, m.queue collate "default" as queue, m.task collate "default" as task, m.succeeded, m.failed,

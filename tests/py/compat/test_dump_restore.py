@@ -352,6 +352,30 @@ def test_round_trip(
                 connection.execute(f"drop owned by {role}".encode())
 
 
+def test_without_data(server: EmbeddedServer, blank_dsn: str, form: str) -> None:
+    with psycopg.connect(blank_dsn, autocommit=True) as connection:
+        install(connection, form)
+        connection.execute("select queue.defer('t')")
+    dump, psql = (server_program(server, name) for name in ("pg_dump", "psql"))
+    if dump is None or psql is None:
+        pytest.skip("pg_dump or psql is missing")
+    schema = run([dump, "--schema-only", "-d", blank_dsn]).stdout
+    name = f"schema_only_{form}"
+    create_database(server, name, "template0")
+    try:
+        run([psql, "-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", server.dsn(name)], input=schema)
+        with psycopg.connect(server.dsn(name), autocommit=True) as connection:
+            connection.execute("select queue.defer('t')")
+            connection.execute("select queue.install()")
+            assert connection.execute("select * from queue.check()").fetchall() == []
+            connection.execute("select queue.register_worker('w')")
+            claimed = "select f.task from queue.workers w, queue.fetch(w.id) f"
+            assert connection.execute(claimed.encode()).fetchall() == [("t",)]
+    finally:
+        with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+            connection.execute(f"drop database {name} with (force)".encode())
+
+
 def system_binaries() -> Path | None:
     found = subprocess.run(
         [ROOT / "tests" / "system-postgres"], capture_output=True, text=True, check=True

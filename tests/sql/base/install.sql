@@ -1,6 +1,6 @@
 -- Installing: twice, uninstalling, DROP EXTENSION, and what the tables may depend on.
 
-select plan(32);
+select plan(41);
 
 -- Everything that install created, as text.
 create function pg_temp.made() returns text language sql as $$
@@ -60,11 +60,38 @@ $$, 'no table, view, index or sequence is a member of the extension');
 
 -- Jobs in several states survive all that follows.
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
+select queue.defer('done') as done \gset
+select queue.finish_many(jsonb_agg(jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', 'succeeded')))
+from queue.fetch(:worker, max_jobs => 10) f \g /dev/null
 select queue.defer('locked', lock => 'l') as first \gset
 select queue.defer('locked', lock => 'l') as second \gset
 select queue.defer('later', options => '{"delay": "1 hour"}') as later \gset
 select f.id as claimed, f.claim as claim from queue.fetch(:worker) f \gset
 create temp table states as select j.id, j.state from queue.jobs j;
+
+-- Rows of the tables that have one each are missing, as after a restore without data
+select queue.defer('early') as early \gset
+create function pg_temp.empty(names text[]) returns void language plpgsql as $$
+declare
+  v_name text;
+begin
+  foreach v_name in array names loop
+    execute format('delete from queue.%I', v_name);
+  end loop;
+end $$;
+select pg_temp.empty('{installation,cursor,admission,horizon,minute_cursor}') \g /dev/null
+select results_eq('select v.tables from queue.version() v', array[null::text], 'without their rows the tables have no version');
+select is((select h.fix from queue.health() h where h.name = 'version'), 'Run SELECT queue.install().', 'health says what to run');
+select is(test.refusal($$select queue.register_worker('v')$$), 'QJ090', 'no worker registers');
+select is(queue.install(), (select v.code from queue.version() v), 'install inserts the rows');
+select is_empty('select * from queue.check()', 'and everything is in order');
+select pg_temp.empty('{cursor}'), queue.migrate() \g /dev/null
+select queue.tick() \g /dev/null
+select results_eq(format('select j.id, j.state from queue.jobs j where j.id <> %s order by 1', :early), 'select s.id, s.state from states s order by 1', 'no job is admitted twice');
+select is((select j.state from queue.jobs j where j.id = :early), 'ready', 'one that was not admitted is');
+select is_empty('select * from queue.check()', 'also where only the cursor was missing');
+select is(pg_temp.made(), (select b.made from before b), 'the tables are the same');
+select queue.delete(array[:early]::bigint[]) \g /dev/null
 
 select exists (select from pg_extension x where x.extname = 'pgdefer') as is_extension \gset
 \if :is_extension
