@@ -27,6 +27,7 @@ from pgdefer.database import sql
 from pgdefer.database.source import Source
 from pgdefer.database.sql import Statement
 from pgdefer.errors import (
+    SQLSTATES,
     AlreadyQueued,
     ClaimLost,
     IncompatibleClient,
@@ -100,10 +101,10 @@ _READ_THERE = {
 }
 # The SQLSTATEs that functions on many jobs report in their rows, in words.
 REFUSALS = {
-    "QJ001": (Exit.NOT_FOUND, "there is no such job"),
-    "QJ003": (Exit.WRONG_STATE, "its state does not allow this"),
-    "QJ004": (Exit.ALREADY_QUEUED, "another job has its queueing lock"),
-    "QJ009": (Exit.NOT_FOUND, "it has finished no such step, see `pgdefer job steps`"),
+    "QJ001": "there is no such job",
+    "QJ003": "its state does not allow this",
+    "QJ004": "another job has its queueing lock",
+    "QJ009": "it has finished no such step, see `pgdefer job steps`",
 }
 
 DSN = Annotated[
@@ -351,4 +352,4 @@ def end_of(rows: Sequence[Mapping[str, Any]]) -> Exit:
     if len(errors) > 1:
         return Exit.PARTLY
     (error,) = errors
-    return REFUSALS.get(error, (Exit.ERROR, ""))[0]
+    return _ENDS.get(SQLSTATES.get(error, PgDeferError), Exit.ERROR)

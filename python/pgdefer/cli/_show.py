@@ -299,7 +299,7 @@ def outcomes(rows: Rows) -> None:
         if row["error"] is None:
             out.print(Text(f"{row['id']}: {escaped(row['outcome'])}"))
         else:
-            _, why = REFUSALS.get(row["error"], (None, "it was refused"))
+            why = REFUSALS.get(row["error"], "it was refused")
             state = f" ({row['outcome']})" if row["outcome"] else ""
             err.print(Text(f"{row['id']}: {why}{state}", style="red"))
 
