@@ -1,4 +1,7 @@
-"""Escapes foreign text, for a log or a terminal."""
+"""Escapes foreign text, for a log or a terminal.
+
+Tests: unit/test_log.py.
+"""
 
 from __future__ import annotations
 

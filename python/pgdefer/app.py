@@ -1,4 +1,7 @@
-"""The application: its tasks, and the database of their jobs."""
+"""The application: its tasks, and the database of their jobs.
+
+Tests: integration/test_defer.py, unit/test_misuse.py.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 # Generated from app_deferring_async.py: change that, and run `make generate`.
-"""An App's calls that defer jobs, and wait for their results."""
+"""An App's calls that defer jobs, and wait for their results.
+
+Tests: integration/test_defer.py.
+"""
 
 from __future__ import annotations
 

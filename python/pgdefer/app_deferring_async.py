@@ -1,4 +1,7 @@
-"""An App's calls that defer jobs, and wait for their results."""
+"""An App's calls that defer jobs, and wait for their results.
+
+Tests: integration/test_defer.py.
+"""
 
 from __future__ import annotations
 

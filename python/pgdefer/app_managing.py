@@ -1,5 +1,8 @@
 # Generated from app_managing_async.py: change that, and run `make generate`.
-"""An App's calls for operators: what is there, and how to change it."""
+"""An App's calls for operators: what is there, and how to change it.
+
+Tests: integration/test_managing.py, integration/test_managing_lists.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""An App's calls for operators: what is there, and how to change it."""
+"""An App's calls for operators: what is there, and how to change it.
+
+Tests: integration/test_managing.py, integration/test_managing_lists.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Logs as JSON: one object per line, with the records' fields."""
+"""Logs as JSON: one object per line, with the records' fields.
+
+Tests: unit/test_log.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The options of tasks and jobs, in Python's types and in the form of the SQL functions."""
+"""The options of tasks and jobs, in Python's types and in the form of the SQL functions.
+
+Tests: unit/test_task.py, unit/test_misuse.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Code common to all commands: exit codes, connections, calls and questions."""
+"""Code common to all commands: exit codes, connections, calls and questions.
+
+Tests: integration/test_cli.py, integration/test_cli_wrong_input.py.
+"""
 
 from __future__ import annotations
 

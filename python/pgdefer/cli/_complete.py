@@ -1,4 +1,7 @@
-"""Completions for the shell: states, and names from the database."""
+"""Completions for the shell: states, and names from the database.
+
+Tests: integration/test_cli_operations.py.
+"""
 
 from __future__ import annotations
 

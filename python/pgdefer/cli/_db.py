@@ -1,4 +1,7 @@
-"""`pgdefer db`: a database's figures, health and upkeep."""
+"""`pgdefer db`: a database's figures, health and upkeep.
+
+Tests: integration/test_cli_operations.py.
+"""
 
 from __future__ import annotations
 

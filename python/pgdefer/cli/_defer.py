@@ -1,4 +1,7 @@
-"""`pgdefer defer`: defers a job from the shell."""
+"""`pgdefer defer`: defers a job from the shell.
+
+Tests: integration/test_cli_operations.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`pgdefer demo`."""
+"""`pgdefer demo`.
+
+Tests: integration/test_cli.py.
+"""
 
 from __future__ import annotations
 

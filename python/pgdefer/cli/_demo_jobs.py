@@ -3,6 +3,8 @@
 Every file gets a job, deferred in one transaction per folder. The job reads and digests the file
 and writes the result to a table. A trigger on that table, in SQL, defers a second kind of job,
 which adds the file to its folder's totals.
+
+Tests: integration/test_cli.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`pgdefer job steps`, `signal`, `fork` and `stream`, and `pgdefer publish`: durable jobs."""
+"""`pgdefer job steps`, `signal`, `fork` and `stream`, and `pgdefer publish`: durable jobs.
+
+Tests: integration/test_cli_durable.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`pgdefer graph`: draws the jobs that a job needs and those that need it."""
+"""`pgdefer graph`: draws the jobs that a job needs and those that need it.
+
+Tests: integration/test_cli_graph.py.
+"""
 
 from __future__ import annotations
 

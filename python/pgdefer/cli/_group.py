@@ -1,4 +1,7 @@
-"""`pgdefer group`: jobs that belong together, and what follows their end."""
+"""`pgdefer group`: jobs that belong together, and what follows their end.
+
+Tests: integration/test_groups.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`pgdefer install`, `upgrade` and `version`, and the options before a command."""
+"""`pgdefer install`, `upgrade` and `version`, and the options before a command.
+
+Tests: integration/test_cli.py.
+"""
 
 from __future__ import annotations
 

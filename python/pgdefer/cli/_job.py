@@ -1,4 +1,7 @@
-"""`pgdefer job`: see, change and end jobs."""
+"""`pgdefer job`: see, change and end jobs.
+
+Tests: integration/test_cli_operations.py.
+"""
 
 from __future__ import annotations
 

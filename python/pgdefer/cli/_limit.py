@@ -1,4 +1,7 @@
-"""`pgdefer limit`."""
+"""`pgdefer limit`.
+
+Tests: integration/test_cli_teams.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`pgdefer lock`."""
+"""`pgdefer lock`.
+
+Tests: integration/test_cli_teams.py.
+"""
 
 from __future__ import annotations
 

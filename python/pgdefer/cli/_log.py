@@ -1,4 +1,7 @@
-"""The log of `pgdefer worker`, beside that of the application."""
+"""The log of `pgdefer worker`, beside that of the application.
+
+Tests: integration/test_cli.py, contrib/test_django_log.py.
+"""
 
 from __future__ import annotations
 

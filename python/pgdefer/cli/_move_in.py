@@ -1,4 +1,7 @@
-"""`pgdefer move-in`: takes over the waiting jobs of another queue in the same database."""
+"""`pgdefer move-in`: takes over the waiting jobs of another queue in the same database.
+
+Tests: integration/test_move_in.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Moving in the waiting jobs of Solid Queue, with arguments as ActiveJob stores them."""
+"""Moving in the waiting jobs of Solid Queue, with arguments as ActiveJob stores them.
+
+Tests: integration/test_move_in.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`pgdefer pg`: backups of the queue's schema by PostgreSQL's tools, and restores."""
+"""`pgdefer pg`: backups of the queue's schema by PostgreSQL's tools, and restores.
+
+Tests: integration/test_cli_operations.py, compat/test_dump_restore.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`pgdefer psql` and `pgdefer psqlrc`: psql with shortcuts."""
+"""`pgdefer psql` and `pgdefer psqlrc`: psql with shortcuts.
+
+Tests: integration/test_cli_operations.py.
+"""
 
 from __future__ import annotations
 

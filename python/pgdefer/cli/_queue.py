@@ -1,4 +1,7 @@
-"""`pgdefer queue`: lists, creates, pauses, configures and removes queues."""
+"""`pgdefer queue`: lists, creates, pauses, configures and removes queues.
+
+Tests: integration/test_cli_operations.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`pgdefer worker --reload`: runs the worker anew when the code changes."""
+"""`pgdefer worker --reload`: runs the worker anew when the code changes.
+
+Tests: integration/test_reload.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`pgdefer schedule`: recurring runs."""
+"""`pgdefer schedule`: recurring runs.
+
+Tests: integration/test_cli_operations.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`pgdefer task`: the registered tasks."""
+"""`pgdefer task`: the registered tasks.
+
+Tests: integration/test_cli_teams.py.
+"""
 
 from __future__ import annotations
 

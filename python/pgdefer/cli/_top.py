@@ -1,4 +1,7 @@
-"""`pgdefer top`: queues, workers and rates, live."""
+"""`pgdefer top`: queues, workers and rates, live.
+
+Tests: integration/test_cli_screens.py, integration/test_cli_operations.py.
+"""
 
 from __future__ import annotations
 

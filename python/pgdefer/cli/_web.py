@@ -1,4 +1,7 @@
-"""`pgdefer web`: the page, if its extra is installed."""
+"""`pgdefer web`: the page, if its extra is installed.
+
+Tests: contrib/test_web_command.py.
+"""
 
 from __future__ import annotations
 

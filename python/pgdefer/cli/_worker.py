@@ -1,4 +1,7 @@
-"""`pgdefer worker`: runs jobs, lists workers."""
+"""`pgdefer worker`: runs jobs, lists workers.
+
+Tests: integration/test_cli.py, integration/test_cli_teams.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The state of a client."""
+"""The state of a client.
+
+Tests: integration/test_defer.py, integration/test_pools.py.
+"""
 
 from __future__ import annotations
 

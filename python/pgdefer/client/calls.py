@@ -1,5 +1,8 @@
 # Generated from calls_async.py: change that, and run `make generate`.
-"""A client's calls, on its own connections or the caller's."""
+"""A client's calls, on its own connections or the caller's.
+
+Tests: integration/test_defer.py, integration/test_pools.py.
+"""
 
 from __future__ import annotations
 

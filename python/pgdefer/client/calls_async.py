@@ -1,4 +1,7 @@
-"""A client's calls, on its own connections or the caller's."""
+"""A client's calls, on its own connections or the caller's.
+
+Tests: integration/test_defer.py, integration/test_pools.py.
+"""
 
 from __future__ import annotations
 

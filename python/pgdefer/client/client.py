@@ -1,4 +1,7 @@
-"""The client: what tasks, jobs and workers use in place of an App."""
+"""The client: what tasks, jobs and workers use in place of an App.
+
+Tests: integration/test_many_databases.py, integration/test_forked.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Puts middleware around the present and future tasks of an App."""
+"""Puts middleware around the present and future tasks of an App.
+
+Tests: integration/test_telemetry.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """OpenTelemetry: spans and metrics of deferring and running, by its messaging conventions.
 
 Call `instrument(app)` after `App(...)`; the extra is `pgdefer[otel]`.
+
+Tests: integration/test_telemetry.py.
 """
 
 from __future__ import annotations

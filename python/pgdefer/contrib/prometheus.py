@@ -1,6 +1,8 @@
 """Prometheus: metrics of handlers and queues, served by a worker's `http` option.
 
 Call `instrument(app)` after `App(...)`; the extra is `pgdefer[prometheus]`.
+
+Tests: integration/test_telemetry.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Sentry: errors with the context of their job, traces, and check-ins of recurring tasks.
 
 Call `instrument(app)` after `App(...)` and `sentry_sdk.init(...)`; the extra is `pgdefer[sentry]`.
+
+Tests: integration/test_telemetry.py, integration/test_sentry_traces.py.
 """
 
 from __future__ import annotations

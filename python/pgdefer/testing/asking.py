@@ -1,4 +1,7 @@
-"""What both queues on a database have in common: their jobs, and the passing of time."""
+"""What both queues on a database have in common: their jobs, and the passing of time.
+
+Tests: integration/test_testing.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a test has deferred, and assertions about it."""
+"""What a test has deferred, and assertions about it.
+
+Tests: integration/test_testing.py.
+"""
 
 from __future__ import annotations
 

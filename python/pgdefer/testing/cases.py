@@ -1,4 +1,7 @@
-"""For unittest, and for Django's TestCase."""
+"""For unittest, and for Django's TestCase.
+
+Tests: contrib/test_django_testing.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A queue that commits its jobs, and runs them with a real worker."""
+"""A queue that commits its jobs, and runs them with a real worker.
+
+Tests: integration/test_testing.py.
+"""
 
 from __future__ import annotations
 

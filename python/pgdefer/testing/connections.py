@@ -1,4 +1,7 @@
-"""The test's own connection: its savepoints, and the form in which handlers get it."""
+"""The test's own connection: its savepoints, and the form in which handlers get it.
+
+Tests: integration/test_testing.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A database with the queue, for the tests of one session."""
+"""A database with the queue, for the tests of one session.
+
+Tests: integration/test_docs_testing.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A fake job, for handlers that are called directly."""
+"""A fake job, for handlers that are called directly.
+
+Tests: integration/test_testing.py.
+"""
 
 from __future__ import annotations
 

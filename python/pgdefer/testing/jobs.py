@@ -1,4 +1,7 @@
-"""Jobs as a test sees them: deferred ones, and runs."""
+"""Jobs as a test sees them: deferred ones, and runs.
+
+Tests: integration/test_testing.py.
+"""
 
 from __future__ import annotations
 

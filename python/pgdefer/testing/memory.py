@@ -1,4 +1,7 @@
-"""A queue for tests without a database: it records what the code defers."""
+"""A queue for tests without a database: it records what the code defers.
+
+Tests: integration/test_memory.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Running the handler of a claimed job in the test."""
+"""Running the handler of a claimed job in the test.
+
+Tests: integration/test_testing.py, integration/test_testing_durable.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """pytest's fixtures: `pytest_plugins = ["pgdefer.testing.plugin"]` in the first conftest.py.
 
 The option `pgdefer_app` in pytest's configuration, or the fixture of this name, selects the App.
+
+Tests: integration/test_docs_testing.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The queue inside one test's transaction."""
+"""The queue inside one test's transaction.
+
+Tests: integration/test_testing.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a test's queue knows of the calls that it makes."""
+"""What a test's queue knows of the calls that it makes.
+
+Tests: integration/test_testing.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The threads in which a test runs handlers that are not of its own kind."""
+"""The threads in which a test runs handlers that are not of its own kind.
+
+Tests: contrib/test_django_testing.py, integration/test_testing.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A cluster's map, and its app for each database."""
+"""A cluster's map, and its app for each database.
+
+Tests: cluster/test_map.py.
+"""
 
 from __future__ import annotations
 

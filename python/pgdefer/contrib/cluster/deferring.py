@@ -1,5 +1,8 @@
 # Generated from deferring_async.py: change that, and run `make generate`.
-"""Deferring in the shard of each job's key."""
+"""Deferring in the shard of each job's key.
+
+Tests: cluster/test_map.py.
+"""
 
 from __future__ import annotations
 

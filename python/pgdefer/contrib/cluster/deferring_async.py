@@ -1,4 +1,7 @@
-"""Deferring in the shard of each job's key."""
+"""Deferring in the shard of each job's key.
+
+Tests: cluster/test_map.py.
+"""
 
 from __future__ import annotations
 

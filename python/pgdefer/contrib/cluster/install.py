@@ -1,4 +1,7 @@
-"""Adding the functions of shards to a database."""
+"""Adding the functions of shards to a database.
+
+Tests: cluster/test_map.py, cluster/test_plproxy.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Moving a slot: calls of extension/cluster/, step by step, in the source and the target."""
+"""Moving a slot: calls of extension/cluster/, step by step, in the source and the target.
+
+Tests: cluster/test_move.py, cluster/test_repair.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The map of keys to shards, as a program knows it; and how a job's key is found."""
+"""The map of keys to shards, as a program knows it; and how a job's key is found.
+
+Tests: cluster/test_map.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The statements of shards: calls of the functions that extension/cluster/ adds."""
+"""The statements of shards: calls of the functions that extension/cluster/ adds.
+
+Tests: cluster/test_map.py, cluster/test_move.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The common part of the admin: lists, permissions, hidden args, and a message for each refusal."""
+"""The common part of the admin: lists, permissions, hidden args, and a message for each refusal.
+
+Tests: contrib/test_django_admin.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The queue in the admin: shows it, and offers what an operator may do."""
+"""The queue in the admin: shows it, and offers what an operator may do.
+
+Tests: contrib/test_django_admin.py, contrib/test_django_browser.py.
+"""
 
 from __future__ import annotations
 

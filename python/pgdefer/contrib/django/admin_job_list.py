@@ -1,4 +1,7 @@
-"""The list of jobs in the admin: its filters, and its pages."""
+"""The list of jobs in the admin: its filters, and its pages.
+
+Tests: contrib/test_django_admin_lists.py.
+"""
 
 from __future__ import annotations
 

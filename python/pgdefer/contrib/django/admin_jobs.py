@@ -1,4 +1,7 @@
-"""Jobs in the admin: found by `queue.search`, one page at a time, however many there are."""
+"""Jobs in the admin: found by `queue.search`, one page at a time, however many there are.
+
+Tests: contrib/test_django_admin.py.
+"""
 
 from __future__ import annotations
 

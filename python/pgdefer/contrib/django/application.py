@@ -1,4 +1,7 @@
-"""The project's App: defers jobs, and runs their handlers, on Django's connections."""
+"""The project's App: defers jobs, and runs their handlers, on Django's connections.
+
+Tests: contrib/test_django.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The Django app."""
+"""The Django app.
+
+Tests: contrib/test_django.py.
+"""
 
 from __future__ import annotations
 

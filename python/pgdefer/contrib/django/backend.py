@@ -1,4 +1,7 @@
-"""The backend of `TASKS`, for Django 6: the queue defers and runs tasks made by `@task`."""
+"""The backend of `TASKS`, for Django 6: the queue defers and runs tasks made by `@task`.
+
+Tests: contrib/test_django_tasks.py, contrib/test_django_own.py.
+"""
 
 # mypy: disable-error-code="type-arg"
 # Tasks are generic for type checkers only.

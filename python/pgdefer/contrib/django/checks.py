@@ -1,4 +1,7 @@
-"""The system checks: invalid settings, and a database without the queue."""
+"""The system checks: invalid settings, and a database without the queue.
+
+Tests: contrib/test_django.py.
+"""
 
 from __future__ import annotations
 

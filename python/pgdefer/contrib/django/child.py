@@ -1,4 +1,7 @@
-"""What a worker's child process imports: the whole project, so that it has every task."""
+"""What a worker's child process imports: the whole project, so that it has every task.
+
+Tests: contrib/test_django_handlers.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The client of a Django project: it calls functions on Django's own connection."""
+"""The client of a Django project: it calls functions on Django's own connection.
+
+Tests: contrib/test_django_transactions.py.
+"""
 
 from __future__ import annotations
 

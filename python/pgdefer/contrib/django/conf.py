@@ -1,4 +1,7 @@
-"""The project's settings: the dict `PGDEFER`. All keys are optional."""
+"""The project's settings: the dict `PGDEFER`. All keys are optional.
+
+Tests: contrib/test_django.py.
+"""
 
 from __future__ import annotations
 

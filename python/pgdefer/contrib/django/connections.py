@@ -1,4 +1,7 @@
-"""Django's connections: their parameters, and whether they still work."""
+"""Django's connections: their parameters, and whether they still work.
+
+Tests: contrib/test_django.py, contrib/test_django_handlers.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Code around a handler: fresh connections, and a transaction that also ends the job."""
+"""Code around a handler: fresh connections, and a transaction that also ends the job.
+
+Tests: contrib/test_django_handlers.py.
+"""
 
 from __future__ import annotations
 

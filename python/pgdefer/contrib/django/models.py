@@ -1,4 +1,7 @@
-"""Models of the queue's views, only for reading: functions of schema `queue` change jobs."""
+"""Models of the queue's views, only for reading: functions of schema `queue` change jobs.
+
+Tests: contrib/test_django.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Moving in the waiting tasks of another backend: `manage.py pgdefer move-in steady-queue`."""
+"""Moving in the waiting tasks of another backend: `manage.py pgdefer move-in steady-queue`.
+
+Tests: contrib/test_django_steady.py.
+"""
 
 # mypy: disable-error-code="type-arg"
 # Tasks are generic for type checkers only.

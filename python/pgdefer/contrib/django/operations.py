@@ -1,4 +1,7 @@
-"""The migration operation that installs and upgrades the queue."""
+"""The migration operation that installs and upgrades the queue.
+
+Tests: contrib/test_django.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Jobs as results of Django tasks."""
+"""Jobs as results of Django tasks.
+
+Tests: contrib/test_django_tasks.py.
+"""
 
 # mypy: disable-error-code="type-arg"
 # Tasks are generic for type checkers only.

@@ -1,4 +1,7 @@
-"""Handlers of Django tasks: their arguments, context and signals."""
+"""Handlers of Django tasks: their arguments, context and signals.
+
+Tests: contrib/test_django_tasks.py.
+"""
 
 # mypy: disable-error-code="type-arg"
 # Tasks are generic for type checkers only.

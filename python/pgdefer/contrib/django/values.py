@@ -1,4 +1,7 @@
-"""Codecs of Django's types: model instances are stored by their keys, lazy strings as text."""
+"""Codecs of Django's types: model instances are stored by their keys, lazy strings as text.
+
+Tests: contrib/test_django_handlers.py, contrib/test_django_rows.py.
+"""
 
 from __future__ import annotations
 

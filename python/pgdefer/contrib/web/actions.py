@@ -1,4 +1,7 @@
-"""The actions of visitors: each is a call of one public function, as their role."""
+"""The actions of visitors: each is a call of one public function, as their role.
+
+Tests: contrib/test_web.py, browser/test_actions.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The application: sessions, routes, and the headers of every answer."""
+"""The application: sessions, routes, and the headers of every answer.
+
+Tests: contrib/test_web.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reads and calls of visitors, as their own database roles."""
+"""Reads and calls of visitors, as their own database roles.
+
+Tests: contrib/test_web.py, contrib/test_web_faults.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The graph of a job's needs as boxes and lines, which a template draws in SVG."""
+"""The graph of a job's needs as boxes and lines, which a template draws in SVG.
+
+Tests: contrib/test_web.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Pages that say what went wrong: never with internals of the page or of its server."""
+"""Pages that say what went wrong: never with internals of the page or of its server.
+
+Tests: contrib/test_web_faults.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Figures that count whole tables: cached for a time that depends on their cost."""
+"""Figures that count whole tables: cached for a time that depends on their cost.
+
+Tests: contrib/test_web_faults.py.
+"""
 
 from __future__ import annotations
 

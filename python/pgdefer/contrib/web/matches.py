@@ -1,4 +1,7 @@
-"""The jobs that filters select, for the list and for calls on all of them."""
+"""The jobs that filters select, for the list and for calls on all of them.
+
+Tests: contrib/test_web.py, contrib/test_web_time.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Plots of what happened in the last hours, as shapes that a template draws in SVG."""
+"""Plots of what happened in the last hours, as shapes that a template draws in SVG.
+
+Tests: unit/test_plots.py.
+"""
 
 from __future__ import annotations
 

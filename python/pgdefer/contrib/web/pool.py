@@ -1,4 +1,7 @@
-"""The connections of all visitors: their number is limited, and none stays open unused for long."""
+"""The connections of all visitors: their number is limited, and none stays open unused for long.
+
+Tests: contrib/test_web_faults.py.
+"""
 
 from __future__ import annotations
 

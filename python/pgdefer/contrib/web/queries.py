@@ -1,4 +1,7 @@
-"""The statements of the pages: they read public views and functions."""
+"""The statements of the pages: they read public views and functions.
+
+Tests: contrib/test_web.py.
+"""
 
 from __future__ import annotations
 

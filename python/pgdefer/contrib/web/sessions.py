@@ -1,4 +1,7 @@
-"""The visitors who are logged in: kept in this process, under random names in their cookies."""
+"""The visitors who are logged in: kept in this process, under random names in their cookies.
+
+Tests: contrib/test_web_faults.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Texts of jobs, shown as text whatever they contain."""
+"""Texts of jobs, shown as text whatever they contain.
+
+Tests: contrib/test_web.py.
+"""
 
 from __future__ import annotations
 

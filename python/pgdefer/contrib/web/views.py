@@ -1,4 +1,7 @@
-"""Pages that only show something."""
+"""Pages that only show something.
+
+Tests: contrib/test_web.py, browser/test_pages.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""One request: the visitor, the form, and the answer."""
+"""One request: the visitor, the form, and the answer.
+
+Tests: contrib/test_web.py, contrib/test_web_faults.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`manage.py pgdefer ...`: the commands of `pgdefer`, on the project's database and tasks."""
+"""`manage.py pgdefer ...`: the commands of `pgdefer`, on the project's database and tasks.
+
+Tests: contrib/test_django.py, contrib/test_django_log.py.
+"""
 
 from __future__ import annotations
 
