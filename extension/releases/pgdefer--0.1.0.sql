@@ -4231,13 +4231,8 @@ begin
   if v_defaults ->> 'queue' <> '' then
     perform queue._check_queue(v_defaults ->> 'queue');
   end if;
-  if octet_length(v_defaults ->> 'lock') > 1000 then
-    perform queue._check_name('lock', v_defaults ->> 'lock');
-  elsif octet_length(v_defaults ->> 'queueing_lock') > 1000 then
-    perform queue._check_name('queueing_lock', v_defaults ->> 'queueing_lock');
-  end if;
-  perform queue._check_template(t.key, v_defaults ->> t.key)
-    from unnest('{lock,queueing_lock}'::text[]) t (key);
+  perform queue._check_name(t.key, v_defaults ->> t.key), queue._check_template(t.key, v_defaults ->> t.key)
+  from unnest('{lock,queueing_lock}'::text[]) t (key) where v_defaults ->> t.key <> '';
   v_options := queue._check_options(v_defaults - (array['queue', 'priority', 'lock', 'queueing_lock', 'deadline', 'concurrency_key', 'concurrency_limit'] || '{function,sensitive}'::text[]));
   select k.keys, k.limits, k.terms into v_keys, v_limits, v_terms
   from queue._check_concurrency(v_defaults ->> 'concurrency_key',
