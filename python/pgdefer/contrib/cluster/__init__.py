@@ -53,7 +53,7 @@ class Cluster(Deferring, AsyncDeferring):
         """Return the app bound to the shard of a key; its calls check no keys."""
         if not self.map.slots:
             self.refresh()
-        return self.app_of(self.map.slots[shard_of(key)][0])
+        return self.app_of(self.map.owner_of(key))
 
     def add(self, name: str, dsn: str) -> list[str]:
         """Add an empty shard, for slots to be moved to; or change the DSN of one.

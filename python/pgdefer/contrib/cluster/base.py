@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pgdefer.app import App
-from pgdefer.contrib.cluster.shards import KeyedJob, ShardMap, key_of, shard_of
+from pgdefer.contrib.cluster.shards import KeyedJob, ShardMap, key_of
 from pgdefer.options import as_list
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.prepared import prepare
@@ -74,8 +74,8 @@ class ClusterBase:
 
     def _home_of(self, key: str) -> tuple[str, str]:
         """Return the shard of a key, and its DSN."""
-        shard = self.map.slots[shard_of(key)][0]
+        shard = self.map.owner_of(key)
         return shard, self.map.shards[shard]
 
     def _is_in(self, job: Job[Any], key: str) -> bool:
-        return job.client is self.app_of(self.map.slots[shard_of(key)][0]).client
+        return job.client is self.app_of(self.map.owner_of(key)).client

@@ -16,7 +16,7 @@ import psycopg
 
 from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.base import ClusterBase
-from pgdefer.contrib.cluster.shards import ELSEWHERE, KeyedJob, is_unreached, shard_of
+from pgdefer.contrib.cluster.shards import ELSEWHERE, KeyedJob, is_unreached
 from pgdefer.database.callers import OWN, AnyConnection
 from pgdefer.errors import InvalidParameter, PgDeferError, sqlstate_of
 from pgdefer.options import DeferOptions
@@ -55,7 +55,7 @@ class Deferring(ClusterBase):
             self.refresh()
         found: dict[str, list[int]] = {}
         for number, job in enumerate(jobs):
-            found.setdefault(self.map.slots[shard_of(job.key)][0], []).append(number)
+            found.setdefault(self.map.owner_of(job.key), []).append(number)
         done: dict[int, Job[Any]] = {}
         for numbers in found.values():
             some = [jobs[number] for number in numbers]
@@ -86,7 +86,7 @@ class Deferring(ClusterBase):
         if not self.map.slots:
             self.refresh()
         keys = {job.key: job for job in jobs}
-        shard = self.map.slots[shard_of(jobs[0].key)][0]
+        shard = self.map.owner_of(jobs[0].key)
         until = monotonic() + self.patience
         while True:
             home = self._home_of(jobs[0].key)
@@ -113,7 +113,7 @@ class Deferring(ClusterBase):
                 }
                 return [by_key[job.key].pop(0) for job in jobs]
             if not is_reached:
-                shard = self._home_of(jobs[0].key)[0]
+                shard = self.map.owner_of(jobs[0].key)
                 continue
             self.refresh(shard)
             found = (app.client.call(sql.FIND, {"key": jobs[0].key}))[0][0]

@@ -15,7 +15,7 @@ import psycopg
 
 from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.base import ClusterBase
-from pgdefer.contrib.cluster.shards import ELSEWHERE, KeyedJob, is_unreached, shard_of
+from pgdefer.contrib.cluster.shards import ELSEWHERE, KeyedJob, is_unreached
 from pgdefer.database.callers import OWN, AnyAsyncConnection
 from pgdefer.errors import InvalidParameter, PgDeferError, sqlstate_of
 from pgdefer.options import DeferOptions
@@ -56,7 +56,7 @@ class AsyncDeferring(ClusterBase):
             await self.refresh_async()
         found: dict[str, list[int]] = {}
         for number, job in enumerate(jobs):
-            found.setdefault(self.map.slots[shard_of(job.key)][0], []).append(number)
+            found.setdefault(self.map.owner_of(job.key), []).append(number)
         done: dict[int, Job[Any]] = {}
         for numbers in found.values():
             some = [jobs[number] for number in numbers]
@@ -87,7 +87,7 @@ class AsyncDeferring(ClusterBase):
         if not self.map.slots:
             await self.refresh_async()
         keys = {job.key: job for job in jobs}
-        shard = self.map.slots[shard_of(jobs[0].key)][0]
+        shard = self.map.owner_of(jobs[0].key)
         until = monotonic() + self.patience
         while True:
             home = self._home_of(jobs[0].key)
@@ -117,7 +117,7 @@ class AsyncDeferring(ClusterBase):
                 }
                 return [by_key[job.key].pop(0) for job in jobs]
             if not is_reached:
-                shard = self._home_of(jobs[0].key)[0]
+                shard = self.map.owner_of(jobs[0].key)
                 continue
             await self.refresh_async(shard)
             found = (await app.client.call_async(sql.FIND, {"key": jobs[0].key}))[0][0]

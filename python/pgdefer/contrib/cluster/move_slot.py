@@ -212,8 +212,8 @@ def move(
         mover = _Mover(here, there, slot, started)
         for connection in (here, there):
             execute(connection, sql.SET_LOCK_TIMEOUT, {})
-        of_source = mover.call(here, sql.FORMAT)[0][0]
-        coming = {"source": source, "format": of_source}
+        source_format = mover.call(here, sql.FORMAT)[0][0]
+        coming = {"source": source, "format": source_format}
         version = mover.call(here, sql.MAP)[0][0]["slots"][slot][1] + 1
         mover.call(there, sql.MAY_RECEIVE, version=version, **coming)
         version = mover.leave(target, patience)

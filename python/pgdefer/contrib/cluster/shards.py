@@ -73,6 +73,10 @@ class ShardMap:
             max(pair, key=lambda slot: slot[1]) for pair in zip(mine, theirs, strict=True)
         ]
 
+    def owner_of(self, key: str) -> str:
+        """Return the shard of a key."""
+        return self.slots[shard_of(key)][0]
+
     def to_json(self) -> str:
         """Return the map as queue.shard_learn takes it."""
         return json.dumps(dataclasses.asdict(self))
