@@ -136,7 +136,11 @@ _ALL = [
     ),
     one("copy(%(id)s, %(queue)s)", "Copy", Field("queue", "queue (empty: the same)")),
     one("fork(%(id)s, %(step)s)", "Fork", Field("step", "from its step", required=True)),
-    one("set_args(%(id)s, %(args)s::jsonb)", "Edit args", Field("args", "args", "json", True)),
+    one(
+        "set_args(%(id)s, %(args)s::jsonb)",
+        "Edit args",
+        Field("args", "args", "json", required=True),
+    ),
     many("done(%(ids)s::bigint[])", "Mark as succeeded", loses=True),
     many(
         "fail_jobs(%(ids)s::bigint[], %(message)s)",

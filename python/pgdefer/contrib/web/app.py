@@ -26,9 +26,18 @@ from .failures import error_handler, error_page, page_for
 from .figures import Figures
 from .pool import Full, Pool
 from .sessions import Session, Sessions
-from .text import path_of, root_of
 from .views import VIEWS
-from .visit import BadRequest, Form, TooLarge, Visit, form_of, read_form, templates
+from .visit import (
+    BadRequest,
+    Form,
+    TooLarge,
+    Visit,
+    form_of,
+    path_of,
+    read_form,
+    root_of,
+    templates,
+)
 
 __all__ = ["Page", "asgi"]
 
@@ -243,9 +252,10 @@ class Page:
         # with an empty password, libpq would use one of this process
         if not role or not password or "\0" in role + password:
             return again("Enter a database role and its password.", 403)
-        values = {"role": role, "password": password}
         try:
-            database = login_with(self._dsn, self._pool, values, asks=self._needs_password)
+            database = login_with(
+                self._dsn, self._pool, role, password, needs_password=self._needs_password
+            )
             session = self._begin(database)
         except LoginRefused:
             self._sessions.note_refused()

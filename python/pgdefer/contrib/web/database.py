@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import psycopg
@@ -184,9 +184,11 @@ def translated() -> Iterator[None]:
         ) from None
 
 
-def login_with(conninfo: str, pool: Pool, values: Mapping[str, str], *, asks: bool) -> Database:
+def login_with(
+    conninfo: str, pool: Pool, role: str, password: str, *, needs_password: bool
+) -> Database:
     """Return the database, with a role that logs in by its password."""
-    login = {"user": values["role"], "password": values["password"]}
-    if asks:
+    login = {"user": role, "password": password}
+    if needs_password:
         login["require_auth"] = PASSWORDS
     return Database(conninfo, pool, **login)

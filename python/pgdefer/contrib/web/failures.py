@@ -13,8 +13,7 @@ from starlette.responses import HTMLResponse, Response
 
 from .database import Refused, Unreachable
 from .pool import Full
-from .text import root_of
-from .visit import BadRequest, NotFound, templates
+from .visit import BadRequest, NotFound, root_of, templates
 
 __all__ = ["error_handler", "error_page", "page_for"]
 

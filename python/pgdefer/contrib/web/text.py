@@ -8,9 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from starlette.requests import Request
-
-__all__ = ["count_of", "cut", "jobs_in", "moment", "path_of", "plain", "root_of"]
+__all__ = ["count_of", "cut", "jobs_in", "moment", "plain"]
 
 # Control characters, and those that change the direction or hide what follows.
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
@@ -46,14 +44,3 @@ def jobs_in(text: str) -> list[tuple[str, str]]:
 def moment(value: str | None) -> str:
     """Return a time as the pages show it: UTC, to the second."""
     return "" if value is None else re.sub(r"(\.\d+)?\+00$", "", value)
-
-
-def root_of(request: Request) -> str:
-    """Return the path under which the page is mounted, empty if it is the whole site."""
-    return str(request.scope.get("root_path", "")).rstrip("/")
-
-
-def path_of(request: Request) -> str:
-    """Return the path below the one under which the page is mounted."""
-    root = str(request.scope.get("root_path", ""))
-    return request.url.path.removeprefix(root) or "/"

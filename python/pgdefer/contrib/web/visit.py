@@ -27,7 +27,9 @@ __all__ = [
     "TooLarge",
     "Visit",
     "form_of",
+    "path_of",
     "read_form",
+    "root_of",
     "templates",
 ]
 
@@ -55,6 +57,17 @@ class NotFound(Exception):  # noqa: N818
 
 class TooLarge(Exception):  # noqa: N818
     """The form is too large."""
+
+
+def root_of(request: Request) -> str:
+    """Return the path under which the page is mounted, empty if it is the whole site."""
+    return str(request.scope.get("root_path", "")).rstrip("/")
+
+
+def path_of(request: Request) -> str:
+    """Return the path below the one under which the page is mounted."""
+    root = str(request.scope.get("root_path", ""))
+    return request.url.path.removeprefix(root) or "/"
 
 
 class Form:
@@ -129,7 +142,7 @@ class Visit:
     @property
     def root(self) -> str:
         """Return the path under which the page is mounted."""
-        return text.root_of(self.request)
+        return root_of(self.request)
 
     def read(self, statement: str, **values: Any) -> list[dict[str, Any]]:
         """Return the rows of a statement of this visit."""
@@ -154,7 +167,7 @@ class Visit:
             root=self.root,
             session=self.session,
             can_log_out=self.can_log_out,
-            path=text.path_of(self.request),
+            path=path_of(self.request),
             statements=statements,
             **values,
         )
