@@ -10,6 +10,7 @@ set search_path = pg_catalog, pg_temp set bytea_output = hex set extra_float_dig
 set intervalstyle = postgres as $$
 declare
   v_keys jsonb := '{}'::jsonb;
+  v_columns record;
   v_row jsonb;
 begin
   {{installed}}
@@ -31,11 +32,17 @@ begin
       'scheduled_at', 'deadline', 'needs', 'concurrency_key', 'concurrency_limit', 'options']);
     perform queue._check_types('defer_trigger''s second argument', v_keys);
   end if;
-  if exists (select from pg_attribute a where a.attrelid = tg_relid and a.attnum > 0 and a.atttypid >= 16384)
-    then
+  -- PostgreSQL computes virtual columns never for a trigger, and stored ones only after BEFORE triggers
+  select bool_or(a.atttypid >= 16384) as has_own_types, array_agg(a.attname::text) filter
+    (where a.attgenerated = 'v' or a.attgenerated = 's' and tg_when = 'BEFORE' and tg_op <> 'DELETE') as unset
+  into v_columns
+  from pg_attribute a where a.attrelid = tg_relid and a.attnum > 0
+    and (a.atttypid >= 16384 or a.attgenerated <> '');
+  if v_columns.has_own_types then
     perform queue._check_casts(tg_relid);
   end if;
-  v_row := case when tg_op = 'DELETE' then to_jsonb(old) else to_jsonb(new) end;
+  v_row := case when tg_op = 'DELETE' then to_jsonb(old) else to_jsonb(new) end
+    - coalesce(v_columns.unset, '{}');
   if to_regclass('queue.unrestricted') is not null and v_keys - '{queue,priority}'::text[] = '{}' then
     perform queue.defer(tg_argv[0], v_row, v_keys ->> 'queue', (v_keys ->> 'priority')::integer);
   else
@@ -46,7 +53,8 @@ begin
 end $$;
 comment on function queue.defer_trigger() is
   'Row trigger that defers a job: defer_trigger(task [, defer''s keys as JSON]). The args are the NEW'
-    ' row, or the OLD row on DELETE.';
+    ' row, or the OLD row on DELETE, without generated columns that PostgreSQL has not computed: virtual ones,'
+    ' and in a BEFORE trigger stored ones.';
 
 -- to_jsonb calls a type's cast to json with the rights of the queue's owner. So the cast must belong to a
 -- superuser or the owner.

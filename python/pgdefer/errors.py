@@ -317,6 +317,8 @@ def translate(error: BaseException) -> PgDeferError | None:
     message = getattr(diag, "message_primary", None) or str(original)
     detail = getattr(diag, "message_detail", None) or getattr(original, "detail", None)
     hint = getattr(diag, "message_hint", None) or getattr(original, "hint", None)
+    # SQLAlchemy's own error of asyncpg leaves it out.
+    hint = hint or getattr(original.__cause__, "hint", None)
     if kind is NotInstalled:
         hint = "Run `pgdefer install` on this database."
     return kind(message, detail=detail or None, hint=hint or None)

@@ -422,9 +422,11 @@ async def test_sqlalchemy_async(
         await task.configure(connection=session, scheduled_at=at, needs=[first]).defer_async(2)
         await task.configure(connection=session).defer_many_async([{"n": 3}])
         await anywhere.defer_async("t", {"n": 4}, connection=session)
-        with pytest.raises(InvalidParameter):
+        with pytest.raises(InvalidParameter) as refused:
             async with session.begin_nested():
                 await anywhere.defer_async("t", queue="x*", connection=session)
+        assert refused.value.detail == "queue: x*"
+        assert str(refused.value.hint).endswith("plain name.")
         assert jobs(conn) == []
         await (session.commit if is_committed else session.rollback)()
     async with mine.connect() as connection:

@@ -1,6 +1,6 @@
 -- Deferring: every argument of defer, defer_many, defer_trigger, and refusals. Defaults: defer/tasks.sql.
 
-select plan(298);
+select plan(301);
 
 create function pg_temp.shown(id bigint, variadic columns text[]) returns text language plpgsql as $$
 declare
@@ -202,6 +202,21 @@ select is((select count(*) from queue.jobs j where j.task = 'inserted too'), 1::
 select is((select count(*) from public.account a where a.id = 6), 2::bigint, 'leave the rows');
 drop trigger on_insert on public.account;
 drop trigger on_insert_2 on public.account;
+
+-- Generated columns. Before 18 all are stored.
+select current_setting('server_version_num')::integer >= 180000 as has_virtual \gset
+create table public.bill (id integer, stored integer generated always as (id * 2) stored);
+\if :has_virtual
+  alter table public.bill add virtual integer generated always as (id * 3) virtual;
+\endif
+create trigger before before insert on public.bill for each row execute function queue.defer_trigger('before bill');
+create trigger after after insert on public.bill for each row execute function queue.defer_trigger('after bill');
+create trigger deleted before delete on public.bill for each row execute function queue.defer_trigger('deleted bill');
+insert into public.bill (id) values (1);
+delete from public.bill;
+select is((select j.args from queue.jobs j where j.task = 'before bill'), '{"id": 1}', 'before a row is stored, generated columns are left out');
+select is((select j.args from queue.jobs j where j.task = 'after bill'), '{"id": 1, "stored": 2}', 'afterwards only virtual ones');
+select is((select j.args from queue.jobs j where j.task = 'deleted bill'), '{"id": 1, "stored": 2}', 'of an old row too');
 
 create function pg_temp.refused_trigger(level text, arguments text) returns text language plpgsql as $$
 declare
