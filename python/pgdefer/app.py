@@ -16,6 +16,7 @@ from pgdefer.app_deferring import Deferring
 from pgdefer.app_deferring_async import AsyncDeferring
 from pgdefer.app_managing import Managing
 from pgdefer.app_managing_async import AsyncManaging
+from pgdefer.checks import check_number, check_text
 from pgdefer.client.client import Client
 from pgdefer.codec import Codec
 from pgdefer.database.callers import OWN, AnyPool, CallersConnection
@@ -117,8 +118,9 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         if defaults is not None and not isinstance(defaults, Mapping):
             raise TypeError(f"defaults must be a dict of a task's options, not {defaults!r}")
         check_options("App(defaults=...)", defaults or {}, AllTaskOptions)
-        if max_connections < 1:
-            raise ValueError(f"max_connections must be at least 1, not {max_connections}")
+        check_number("max_connections", max_connections, int, at_least=1)
+        if name is not None:
+            check_text("name", name, "shop")
         pools = () if connection is OWN else pools_of(connection)
         source = (
             PoolSource(pools[0], pgbouncer=pgbouncer, listen_dsn=listen_dsn)

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
+from pgdefer.checks import check_number
 from pgdefer.errors import EncodeError
 
 __all__ = ["DeferOptions", "RecurringOptions", "Retry", "TaskOptions", "interval_text"]
@@ -75,10 +76,10 @@ class Retry:
 
     def __post_init__(self) -> None:
         """Raise TypeError, ValueError for an invalid policy."""
-        if isinstance(self.max_attempts, bool) or not isinstance(self.max_attempts, int | None):
-            raise TypeError(f"Retry: max_attempts must be a number, not {self.max_attempts!r}")
-        if self.max_attempts is not None and self.max_attempts < 1:
-            raise ValueError(f"Retry: max_attempts must be at least 1, not {self.max_attempts}")
+        for name in ("max_attempts", "max_crashes"):
+            most = getattr(self, name)
+            if most is not None and most is not _Unset.UNSET:
+                check_number(f"Retry: {name}", most, int, at_least=1)
         for name, allowed in (
             ("backoff", ("constant", "linear", "exponential")),
             ("on_crash", ("retry", "fail")),
@@ -364,6 +365,7 @@ def _limits(name: str, value: object) -> list[dict[str, Any]]:
 _CONVERSIONS: Mapping[str, Callable[[str, Any], Any]] = {
     "concurrency": _limits,
     "headers": checked_mapping,
+    "max_progress": lambda name, value: None if value is None else _number(name, value),
     "needs": lambda name, value: [job_id(job) for job in as_list(name, value)],
     "parent": lambda _, value: job_id(value),
     "retain": _by_outcome,

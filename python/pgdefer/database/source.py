@@ -22,6 +22,7 @@ from psycopg.pq import Format
 from psycopg.types.datetime import TimestamptzBinaryLoader, TimestamptzLoader
 
 from pgdefer._text import logger
+from pgdefer.checks import check_flag
 from pgdefer.database import sql
 from pgdefer.database.addresses import with_addresses
 from pgdefer.database.own_threads import in_own_thread
@@ -134,8 +135,12 @@ class Source:
         pgbouncer: bool = False,
         listen_dsn: str | None = None,
     ) -> None:
-        if dsn is not None and not isinstance(dsn, str):
-            raise TypeError(f"dsn must be text, not of type {type(dsn).__name__}")
+        for name, given in (("dsn", dsn), ("listen_dsn", listen_dsn)):
+            if given is not None and not isinstance(given, str):
+                raise TypeError(f"{name} must be text, not of type {type(given).__name__}")
+        check_flag("pgbouncer", pgbouncer)
+        if not (embedded is None or isinstance(embedded, bool) or hasattr(embedded, "dsn")):
+            raise TypeError(f"embedded must be True, False or an EmbeddedServer, not {embedded!r}")
         if dsn is not None and embedded:
             raise ValueError("give a DSN or embedded=True, not both")
         if dsn is None and not embedded:

@@ -37,6 +37,8 @@ class Blueprint(Defining):
             "before deferring its tasks"
         )
         super().__init__(client, name, ())
+        if defaults is not None and not isinstance(defaults, Mapping):
+            raise TypeError(f"defaults must be a dict of a task's options, not {defaults!r}")
         check_options("Blueprint(defaults=...)", defaults or {}, AllTaskOptions)
         self.defaults: Mapping[str, Any] = dict(defaults or {})
         self._is_included = False

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import psycopg
 
+from pgdefer.checks import check_text
 from pgdefer.errors import Naming
-from pgdefer.options import JobOptions, RecurringOptions
+from pgdefer.options import JobOptions, RecurringOptions, checked_mapping
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.option_checks import check_cron, check_options
 from pgdefer.tasks.registry import DjangoTask, Registry, name_of, task_of
@@ -83,6 +84,8 @@ class TaskDecorator:
     """The decorator `App.task(...)`."""
 
     def __init__(self, registry: Registry, name: str | None, options: Mapping[str, Any]) -> None:
+        if name is not None:
+            check_text("the name of a task", name, "mail.send")
         self._registry = registry
         self._name = name
         self._options = options
@@ -134,7 +137,7 @@ class RecurringDecorator:
         self._cron = cron
         self._timezone = timezone
         self._name = name
-        self._args = args or {}
+        self._args = {} if args is None else args
         self._options = options
 
     # A task is a function too.
@@ -157,8 +160,11 @@ class RecurringDecorator:
 
     def _schedule(self, what: str, task: Task[..., Any]) -> None:
         """Record the schedule of a task."""
-        bound = task.parameters.bind_run(self._args)
+        bound = task.parameters.bind_run(checked_mapping("args", self._args))
         check_cron(what, self._cron)
+        check_text("timezone", self._timezone, "Europe/Berlin")
+        if self._name is not None:
+            check_text("name", self._name, "nightly")
         check_options(what, self._options, RecurringOptions, besides=("args", "name", "timezone"))
         schedule = Schedule(
             name=self._name or task.name,

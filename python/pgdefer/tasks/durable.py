@@ -12,7 +12,14 @@ from pgdefer.options import checked_interval, checked_option
 from pgdefer.tasks.prepared_job import PreparedJob, check_prepared, jobs_json
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.stepping import StepCalls
-from pgdefer.tasks.steps import Child, check_name, check_text, ids_of, results_of
+from pgdefer.tasks.steps import (
+    Child,
+    check_name,
+    check_progress,
+    check_text,
+    ids_of,
+    results_of,
+)
 
 __all__ = ["DurableCalls"]
 
@@ -155,6 +162,7 @@ class DurableCalls(StepCalls):
 
     def emit(self, stream: str, value: Any) -> int:
         """Append a value to a stream of the job, which `Job.stream` reads; return its number."""
+        check_text("stream", stream)
         text = self.client.codec.dumps(value)
         parameters = {"id": self.id, "claim": self.claim, "stream": stream, "value": text}
         ((number,),) = self.client.call(sql.EMIT, parameters)
@@ -162,5 +170,6 @@ class DurableCalls(StepCalls):
 
     def progress(self, percent: float | None, message: str | None = None) -> None:
         """Set the progress that queue.jobs shows. None as the message keeps the last one."""
+        check_progress(percent, message)
         parameters = {"id": self.id, "claim": self.claim, "percent": percent, "message": message}
         self.client.call(sql.SET_PROGRESS, parameters)

@@ -11,7 +11,14 @@ from pgdefer.options import checked_interval, checked_option
 from pgdefer.tasks.prepared_job import PreparedJob, check_prepared, jobs_json
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.stepping_async import AsyncStepCalls
-from pgdefer.tasks.steps import Child, check_name, check_text, ids_of, results_of
+from pgdefer.tasks.steps import (
+    Child,
+    check_name,
+    check_progress,
+    check_text,
+    ids_of,
+    results_of,
+)
 
 __all__ = ["AsyncDurableCalls"]
 
@@ -160,6 +167,7 @@ class AsyncDurableCalls(AsyncStepCalls):
 
     async def emit_async(self, stream: str, value: Any) -> int:
         """Append a value to a stream of the job, which `Job.stream` reads; return its number."""
+        check_text("stream", stream)
         text = self.client.codec.dumps(value)
         parameters = {"id": self.id, "claim": self.claim, "stream": stream, "value": text}
         ((number,),) = await self.client.call_async(sql.EMIT, parameters)
@@ -167,5 +175,6 @@ class AsyncDurableCalls(AsyncStepCalls):
 
     async def progress_async(self, percent: float | None, message: str | None = None) -> None:
         """Set the progress that queue.jobs shows. None as the message keeps the last one."""
+        check_progress(percent, message)
         parameters = {"id": self.id, "claim": self.claim, "percent": percent, "message": message}
         await self.client.call_async(sql.SET_PROGRESS, parameters)

@@ -10,6 +10,7 @@ import datetime as dt
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypedDict, TypeVar
 
+from pgdefer.checks import check_flag, check_number
 from pgdefer.errors import DecodeError, StepChanged, StepFailed, UnknownTask
 from pgdefer.options import checked_interval, checked_option, checked_time
 from pgdefer.tasks.context import JobContext, Middleware
@@ -46,6 +47,14 @@ class Decision:
             raise ValueError(f"retry_in must not be negative: {self.retry_in}")
         if self.retry_at is not None and self.retry_in is not None:
             raise ValueError("retry_at and retry_in exclude each other")
+        if self.retryable is not None:
+            check_flag("retryable", self.retryable)
+        for name in ("queue", "lock", "reason"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, str):
+                raise TypeError(f"{name} must be text, not {value!r}")
+        if self.priority is not None:
+            checked_option("priority", self.priority)
 
     def as_options(self) -> dict[str, Any]:
         """Return the options of queue.fail."""
@@ -165,5 +174,5 @@ class Execution:
                 )
         elif self.max_memory is not None:
             raise ValueError("max_memory needs run_in='process'")
-        if self.max_memory is not None and self.max_memory < 1:
-            raise ValueError("max_memory must be at least 1")
+        if self.max_memory is not None:
+            check_number("max_memory", self.max_memory, int, at_least=1, at_most=2**63 - 1)

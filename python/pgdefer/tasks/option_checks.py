@@ -81,7 +81,7 @@ def _check_value(what: str, name: str, value: Any, hint: Any) -> None:
     literals = [choice for choice in choices if typing.get_origin(choice) is typing.Literal]
     if literals:
         allowed = typing.get_args(literals[0])
-        if value not in allowed:
+        if value is not None and value not in allowed:
             shown = ", ".join(map(repr, allowed))
             raise ValueError(f"{what}: {name} must be one of {shown}, not {value!r}")
         return

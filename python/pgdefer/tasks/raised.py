@@ -75,6 +75,8 @@ class RetryLater(PgDeferError):  # noqa: N818
         at: dt.datetime | None = None,
         needs: Iterable[int | HasId] | None = (),
     ) -> None:
+        if not isinstance(message, str):
+            raise TypeError(f"message must be text, not {message!r}")
         super().__init__(message)
         checked_time("at", at)
         self.at = at

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import psycopg
 
 from pgdefer._text import logger
+from pgdefer.checks import check_texts
 from pgdefer.client.client import Client, client_here
 from pgdefer.database import sql
 from pgdefer.database.execute_async import execute_async
@@ -63,6 +64,7 @@ class Registry:
         self._client = client
         self.name = name
         self.imports = tuple(as_list("imports", imports))
+        check_texts("imports", self.imports, "shop.tasks")
         self.tasks: dict[str, Task[..., Any]] = {}
         #: Whether one of them takes batches.
         self.has_batches = False

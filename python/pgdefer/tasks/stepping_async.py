@@ -16,6 +16,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import psycopg
 
 from pgdefer._text import logger
+from pgdefer.checks import check_flag
 from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN
@@ -29,6 +30,7 @@ from pgdefer.tasks.steps import (
     AsyncStepValue,
     Steps,
     TakeSteps,
+    check_function,
     check_is_decorator,
     failure_of,
     name_of_step,
@@ -123,11 +125,16 @@ class AsyncStepCalls:
         """
         tries = Tries(fingerprint, retry, timeout, deadline)
         if function is not None:
+            check_function(function)
             return self._run_step_async(name_of_step(name), function, args, kwargs, tries)
-        is_lazy = bool(kwargs.pop("lazy", False))
+        is_lazy = kwargs.pop("lazy", False)
+        check_flag("lazy", is_lazy)
         check_is_decorator(args, kwargs)
+        if name is not None and not isinstance(name, str):
+            check_function(name)
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+            check_function(function)
             key = name_of_step(function if name is None else name)
 
             @functools.wraps(function)

@@ -19,6 +19,7 @@ from collections.abc import (
 )
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
+from pgdefer.checks import check_number
 from pgdefer.codec import STEP_FAILED, TAG, is_storable, parsed, unwrap
 from pgdefer.errors import DecodeError, InvalidParameter, JobCancelled, JobFailed
 from pgdefer.tasks.running_steps import RunningSteps
@@ -234,6 +235,14 @@ def check_text(what: str, text: object) -> None:
         raise InvalidParameter(f"{what} is too long", detail=f"{size} bytes", hint=hint)
 
 
+def check_progress(percent: object, message: object) -> None:
+    """Raise TypeError or ValueError for what can't be a job's progress."""
+    if percent is not None:
+        check_number("percent", percent, (int, float), at_least=0, at_most=100)
+    if message is not None and not isinstance(message, str):
+        raise TypeError(f"message must be text, not {message!r}")
+
+
 def step_json(key: str, value: str | None, fingerprint: str | None) -> str:
     """Return a finished step, whose value is given in JSON, as queue.finish_steps takes it."""
     head = f'{{"name":{json.dumps(key, ensure_ascii=False)}'
@@ -250,6 +259,12 @@ def name_of_step(step: object) -> str:
     if not isinstance(name, str) or not name.isidentifier():
         raise TypeError(f"{step!r} has no name: pass the step's name as a text")
     return name
+
+
+def check_function(function: object) -> None:
+    """Raise TypeError for what a step can't call."""
+    if not callable(function):
+        raise TypeError(f'a step calls a function, not {function!r}: step("name", function, ...)')
 
 
 def check_is_decorator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

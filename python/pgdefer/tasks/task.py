@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
+from pgdefer.checks import check_texts
 from pgdefer.client.client import Client
 from pgdefer.database.callers import (
     OWN,
@@ -76,6 +77,7 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
         self.function = function
         #: Former names: jobs deferred under these are run too.
         self.aliases = tuple(as_list("aliases", options.get("aliases", ())))
+        check_texts("aliases", self.aliases, "mail.send_old")
         rest = {option: value for option, value in options.items() if option not in _OWN_OPTIONS}
         self.versions = Versions.of(what, options)
         self.execution, rest = Execution.split(rest)

@@ -32,8 +32,13 @@ class Versions:
         for name, value in (("min_version", oldest), ("version", latest)):
             if not isinstance(value, int) or isinstance(value, bool):
                 raise TypeError(f"{what}: {name} must be an int, not {value!r}")
-        if not 1 <= oldest <= latest <= MAX_VERSION:
-            raise ValueError(f"{what}: min_version and version must be at least 1, in this order")
+            if not 1 <= value <= MAX_VERSION:
+                raise ValueError(f"{what}: {name} must be from 1 to {MAX_VERSION}, not {value}")
+        if oldest > latest:
+            raise ValueError(
+                f"{what}: min_version, {oldest}, must not be above version, "
+                f"{latest if 'version' in options else f'which is {latest} if it is left out'}"
+            )
         return cls(oldest, latest)
 
     def understand(self, stored: str) -> bool:

@@ -16,7 +16,7 @@ from pgdefer.database.callers import Rows
 from pgdefer.database.sql import Statement
 from pgdefer.options import JobOptions, interval_text
 from pgdefer.tasks.parameters import SCHEDULED_FOR
-from pgdefer.testing.assertions import Assertions
+from pgdefer.testing.assertions import Assertions, checked_app
 from pgdefer.testing.jobs import DeferredJob, deferred_job
 from pgdefer.testing.threads import Threads
 
@@ -30,7 +30,7 @@ class AskingQueue(Assertions[DeferredJob]):
     """Asks about the jobs of a test, and shifts their times."""
 
     def __init__(self, app: App) -> None:
-        self.app = app
+        self.app = checked_app(app)
         # The last job deferred before the test.
         self._after = 0
         self._travelled = dt.timedelta()

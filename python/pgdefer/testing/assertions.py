@@ -14,9 +14,16 @@ from pgdefer.tasks.task import Task, task_name
 from pgdefer.testing.connections import at_once
 from pgdefer.testing.jobs import Deferred, DeferredJob, J, arguments, found
 
-__all__ = ["Assertions"]
+__all__ = ["Assertions", "checked_app"]
 
 T = TypeVar("T")
+
+
+def checked_app(app: App) -> App:
+    """Return the App of a test's queue. Raises TypeError for anything else."""
+    if not isinstance(app, App):
+        raise TypeError(f"app must be an App, not {app!r}")
+    return app
 
 
 class Assertions(Generic[J]):

@@ -11,9 +11,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
+from pgdefer.checks import check_number
 from pgdefer.client.client import Client
+from pgdefer.options import checked_interval, checked_mapping, checked_time
 from pgdefer.tasks.context import JobContext, enter_job, leave_job
 from pgdefer.tasks.need import Need
+from pgdefer.tasks.steps import check_progress, check_text
 from pgdefer.tasks.tries import Tries, called_within, called_within_async
 from pgdefer.worker.ending import LOST, STOPPED, TIMED_OUT
 
@@ -90,6 +93,7 @@ class FakeJob(JobContext):
 
     def extend(self, lease: dt.timedelta) -> dt.datetime:
         """Record a lease; return its end by this process's clock."""
+        checked_interval("lease", lease)
         self.leases.append(lease)
         return dt.datetime.now(dt.UTC) + lease
 
@@ -99,6 +103,7 @@ class FakeJob(JobContext):
 
     def emit(self, stream: str, value: Any) -> int:
         """Record a value; return its number in the stream."""
+        check_text("stream", stream)
         self.emitted.append((stream, value))
         return sum(name == stream for name, _ in self.emitted)
 
@@ -108,6 +113,7 @@ class FakeJob(JobContext):
 
     def progress(self, percent: float | None, message: str | None = None) -> None:
         """Record a progress."""
+        check_progress(percent, message)
         self.progresses.append((percent, message))
 
     async def progress_async(self, percent: float | None, message: str | None = None) -> None:
@@ -151,9 +157,18 @@ def fake_job(
 
     With `abort`, a reason, `should_abort` is true from the start.
     """
-    given: Any = attempt
-    if not isinstance(given, int) or given < 1:
-        raise ValueError(f"attempt must be a whole number from 1, not {attempt!r}")
+    for name, number in (("attempt", attempt), ("max_attempts", max_attempts)):
+        if name == "attempt" or number is not None:
+            check_number(name, number, int, at_least=1)
+    for name, time in (
+        ("scheduled_at", scheduled_at),
+        ("scheduled_for", scheduled_for),
+        ("deadline", deadline),
+    ):
+        checked_time(name, time)
+    checked_interval("timeout", timeout)
+    given = checked_mapping("args", {} if args is None else args)
+    given_headers = None if headers is None else checked_mapping("headers", headers)
     stored = {} if scheduled_for is None else {"scheduled_for": scheduled_for.isoformat()}
     row = (
         id,
@@ -167,11 +182,11 @@ def fake_job(
         scheduled_at,
         deadline,
         timeout,
-        None if headers is None else f" {json.dumps(headers)}",
+        None if headers is None else f" {json.dumps(given_headers)}",
         parent,
         None,
     )
-    job = FakeJob(row, {**(args or {}), **stored}, needs, max_attempts)
+    job = FakeJob(row, {**given, **stored}, needs, max_attempts)
     if abort is not None:
         job.abort(abort)
     token = enter_job(job)

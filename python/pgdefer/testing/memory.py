@@ -16,7 +16,7 @@ from pgdefer.database import sql
 from pgdefer.database.callers import OWN, CallersConnection, Rows
 from pgdefer.database.sql import Statement
 from pgdefer.options import JobOptions
-from pgdefer.testing.assertions import Assertions
+from pgdefer.testing.assertions import Assertions, checked_app
 from pgdefer.testing.jobs import RecordedJob
 from pgdefer.testing.standing_in import StandingIn
 
@@ -34,7 +34,7 @@ class MemoryQueue(StandingIn, Assertions[RecordedJob]):
     no_worker = "a MemoryQueue only records what is deferred: use a TestQueue, which has a database"
 
     def __init__(self, app: App) -> None:
-        self.app = app
+        self.app = checked_app(app)
         self._jobs: list[RecordedJob] = []
         self._ids = itertools.count(1)
 

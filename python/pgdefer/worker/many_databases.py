@@ -13,6 +13,7 @@ from typing import Any, Unpack
 import psycopg
 
 from pgdefer._text import database_in_logs, logger
+from pgdefer.checks import check_number
 from pgdefer.client.base import Refusal
 from pgdefer.client.client import Client
 from pgdefer.database.growing_delay import GrowingDelay
@@ -80,7 +81,8 @@ class MultiWorker:
         self._listed = {} if isinstance(dsns, Path) else read_dsns(dsns)
         self.concurrency = options.pop("concurrency", 20)
         self.per_database = -(-self.concurrency // 2) if per_database is None else per_database
-        if not 1 <= self.per_database <= self.concurrency:
+        check_number("per_database", self.per_database, int, at_least=1)
+        if self.per_database > self.concurrency:
             raise ValueError(
                 f"per_database must be from 1 to concurrency, {self.concurrency}, "
                 f"not {self.per_database}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
+from pgdefer.checks import MAX_INTEGER, check_flag, check_number, check_text
 from pgdefer.worker.probes import parse_address
 
 __all__ = [
@@ -22,8 +23,6 @@ __all__ = [
 HEARTBEAT_EVERY = 10.0
 DEAD_AFTER = 30.0
 JOBS_PER_PROCESS = 100
-# The greatest number that the database takes.
-MAX_INTEGER = 2**31 - 1
 # The options that are numbers: of which types, the least, and the greatest.
 NUMBERS: dict[str, tuple[Any, float, float]] = {
     **dict.fromkeys(("concurrency", "jobs_per_process", "max_jobs"), (int, 1, MAX_INTEGER)),
@@ -35,6 +34,7 @@ NUMBERS: dict[str, tuple[Any, float, float]] = {
 }
 # Those that may be None.
 OPTIONAL = frozenset({"max_jobs", "shutdown_timeout", "poll_every"})
+FLAGS = frozenset({"drain", "prune_schedules", "register_schedules"})
 
 
 class WorkerOptions(TypedDict, total=False):
@@ -94,21 +94,12 @@ def check_options(options: WorkerOptions) -> None:
         raise TypeError(f"a worker takes no option {unknown}: it takes queues, {', '.join(known)}")
     if "slots" in options and "concurrency" in options:
         raise ValueError("give slots or concurrency, not both")
-    if options.get("order", "mixed") not in {"mixed", "listed"}:
+    if options.get("order", "mixed") not in ("mixed", "listed"):
         raise ValueError(f"order is mixed or listed, not {options['order']!r}")
     tasks = options.get("tasks")
     if isinstance(tasks, Collection) and not tasks:
         raise ValueError("tasks is empty: leave it out to run all")
-    for name in options.keys() & NUMBERS.keys():
-        kind, least, greatest = NUMBERS[name]
-        _check_number(name, options.get(name), kind, at_least=least, at_most=greatest)
-    most = options.get("max_running") or {}
-    if not isinstance(most, Mapping):
-        raise TypeError(f'max_running must be a mapping such as {{"reports": 2}}, not {most!r}')
-    for queue, limit in most.items():
-        _check_number(f"max_running of {queue!r}", limit, int, at_least=1)
-    if (address := options.get("http")) is not None:
-        parse_address(address)
+    _check_values(options)
     beat = options.get("heartbeat_every", HEARTBEAT_EVERY)
     dead = options.get("dead_after", DEAD_AFTER)
     if not 0 < beat < dead:
@@ -117,14 +108,22 @@ def check_options(options: WorkerOptions) -> None:
         )
 
 
-def _check_number(
-    name: str, value: object, kind: Any, *, at_least: float, at_most: float = MAX_INTEGER
-) -> None:
-    if value is None and name in OPTIONAL:
-        return
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {value!r}")
-    if value < at_least:
-        raise ValueError(f"{name} must be at least {at_least}, not {value}")
-    if not value <= at_most:  # NaN, too
-        raise ValueError(f"{name} must be at most {at_most}, not {value}")
+def _check_values(options: WorkerOptions) -> None:
+    for name in options.keys() & NUMBERS.keys():
+        kind, least, greatest = NUMBERS[name]
+        value: Any = options.get(name)
+        if value is not None or name not in OPTIONAL:
+            check_number(name, value, kind, at_least=least, at_most=greatest)
+    for name in options.keys() & FLAGS:
+        check_flag(name, options.get(name))
+    most = options.get("max_running") or {}
+    if not isinstance(most, Mapping):
+        raise TypeError(f'max_running must be a mapping such as {{"reports": 2}}, not {most!r}')
+    for queue, limit in most.items():
+        check_text("each queue of max_running", queue, "reports")
+        check_number(f"max_running of {queue!r}", limit, int, at_least=1)
+    if (given := options.get("name")) is not None:
+        check_text("name", given, "mail-1")
+    if (address := options.get("http")) is not None:
+        check_text("http", address, "127.0.0.1:9000")
+        parse_address(address)

@@ -14,6 +14,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, Unpack
 
 from pgdefer._text import logger
+from pgdefer.checks import check_texts
 from pgdefer.database import sql
 from pgdefer.database.connection import Connection, ConnectionLost, Rows
 from pgdefer.database.own_threads import in_own_thread
@@ -89,9 +90,11 @@ class Worker:
         check_options(options)
         self.app = app
         self.queues = None if queues is None else as_list("queues", queues)
+        check_texts("queues", self.queues or (), "mail")
         slots = options.get("slots", [options.get("concurrency", 20)])
         tasks = options.get("tasks")
         self.tasks = None if tasks is None else as_list("tasks", tasks)
+        check_texts("tasks", self.tasks or (), "mail.send")
         is_listed = options.get("order") == "listed"
         if is_listed and self.queues is None:
             raise ValueError("order='listed' needs a list of queues")

@@ -498,9 +498,9 @@ def test_a_fake_job_has_no_database(shop: Shop, call: str) -> None:
         NEED_A_DATABASE[call](job, shop.greet.prepare("Ann"))
 
 
-@pytest.mark.parametrize("given", [{"attempt": "x"}, {"attempt": 0}, {"abort": "zzz"}])
+@pytest.mark.parametrize("given", [{"attempt": 0}, {"abort": "zzz"}])
 def test_a_fake_job_that_no_worker_would_run(given: Any) -> None:
-    with pytest.raises(ValueError, match=r"must be (a whole number from 1|one of 'cancelled')"):
+    with pytest.raises(ValueError, match=r"must be (at least 1|one of 'cancelled')"):
         fake_job(**given).__enter__()
     with fake_job(abort="the worker stops") as job, pytest.raises(ValueError, match="one of"):
         job.abort("zzz")

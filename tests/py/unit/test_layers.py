@@ -14,7 +14,8 @@ PACKAGE = Path(pgdefer.__file__).parent
 LAYERS = [
     line.split()
     for line in """
-    _version _text logs database.sql database.growing_delay database.watchdog database.embedded
+    _version _text logs checks
+    database.sql database.growing_delay database.watchdog database.embedded
     database.own_threads
     errors database.addresses
     options codec

@@ -6,13 +6,15 @@ import collections
 import datetime as dt
 import functools
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pgdefer import App, Blueprint, Job, RetryLater, Worker
+from pgdefer import App, Blueprint, Decision, Job, Retry, RetryLater, Worker
+from pgdefer.contrib.cluster import Cluster, shard_of
+from pgdefer.testing import CommittedTestQueue, MemoryQueue, TestQueue, fake_job
 
 NOWHERE = "postgresql://nowhere.invalid/x"
 
@@ -51,6 +53,27 @@ def app() -> App:
         (None, {"tasks": ()}, ValueError, "tasks is empty: leave it out to run all"),
         (None, {"tasks": set()}, ValueError, "tasks is empty: leave it out to run all"),
         (None, {"slots": ["1:99999999999w"]}, ValueError, "the horizon of '1:99999999999w' is too"),
+        ([5], {}, TypeError, "each of queues must be text, such as 'mail', not 5"),
+        (["a", ""], {}, ValueError, "each of queues is empty"),
+        (
+            None,
+            {"tasks": [None]},
+            TypeError,
+            "each of tasks must be text, such as 'mail.send', not",
+        ),
+        (["a"], {"order": ["listed"]}, ValueError, r"order is mixed or listed, not \['listed'\]"),
+        (None, {"name": 5}, TypeError, "name must be text, such as 'mail-1', not 5"),
+        (
+            None,
+            {"name": ""},
+            ValueError,
+            "name is empty: give a text such as 'mail-1', or leave it",
+        ),
+        (None, {"drain": "no"}, TypeError, "drain must be True or False, not 'no'"),
+        (None, {"prune_schedules": 0}, TypeError, "prune_schedules must be True or False, not 0"),
+        (None, {"register_schedules": None}, TypeError, "register_schedules must be True or False"),
+        (None, {"http": 9000}, TypeError, "http must be text, such as '127.0.0.1:9000', not 9000"),
+        (None, {"max_running": {5: 1}}, TypeError, "each queue of max_running must be text"),
     ],
 )
 def test_options_of_a_worker(
@@ -60,6 +83,232 @@ def test_options_of_a_worker(
         Worker(app, queues, **options)
     with pytest.raises(kind, match=message):
         app.run_worker(queues, **options)
+
+
+@pytest.mark.parametrize("given", ["x", True, 2.5])
+def test_a_worker_of_many_databases(app: App, given: Any) -> None:
+    with pytest.raises(TypeError, match=f"per_database must be a number, not {given!r}"):
+        app.run_worker(dsns=["dbname=a"], per_database=given)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"max_connections": "x"}, TypeError, "max_connections must be a number, not 'x'"),
+        ({"max_connections": True}, TypeError, "max_connections must be a number, not True"),
+        ({"max_connections": 2.5}, TypeError, r"max_connections must be a number, not 2\.5"),
+        ({"max_connections": math.nan}, TypeError, "max_connections must be a number, not nan"),
+        ({"max_connections": 0}, ValueError, "max_connections must be at least 1, not 0"),
+        ({"name": 5}, TypeError, "name must be text, such as 'shop', not 5"),
+        ({"name": ""}, ValueError, "name is empty: give a text such as 'shop', or leave it out"),
+        ({"pgbouncer": "no"}, TypeError, "pgbouncer must be True or False, not 'no'"),
+        ({"embedded": "no", "dsn": None}, TypeError, "embedded must be True, False or an Embedd"),
+        ({"listen_dsn": 5}, TypeError, "listen_dsn must be text, not of type int"),
+        ({"imports": [5]}, TypeError, "each of imports must be text, such as 'shop.tasks', not 5"),
+    ],
+)
+def test_options_of_an_app(options: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        App(**{"dsn": NOWHERE, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"name": ""}, ValueError, "the name of a task is empty: give a text such as 'mail.send'"),
+        ({"name": 5}, TypeError, "the name of a task must be text, such as 'mail.send', not 5"),
+        ({"aliases": [5]}, TypeError, "each of aliases must be text, such as 'mail.send_old'"),
+        ({"max_progress": "x"}, TypeError, "max_progress must be an int, not 'x'"),
+        ({"max_progress": True}, TypeError, "max_progress must be an int, not True"),
+        ({"max_progress": math.nan}, TypeError, "max_progress must be an int, not nan"),
+        ({"version": 0}, ValueError, "version must be from 1 to 2147483647, not 0"),
+        ({"min_version": 0}, ValueError, "min_version must be from 1 to 2147483647, not 0"),
+        (
+            {"min_version": 3, "version": 2},
+            ValueError,
+            "min_version, 3, must not be above version, 2$",
+        ),
+        (
+            {"min_version": 3},
+            ValueError,
+            "min_version, 3, must not be above version, which is 1 if it is left out",
+        ),
+    ],
+)
+def test_options_of_a_task(
+    app: App, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        app.task(**options)(lambda: None)
+    assert app.tasks == {}
+
+
+@pytest.mark.parametrize("given", ["5", True, 2.5])
+def test_memory_is_a_number_of_bytes(app: App, given: Any) -> None:
+    with pytest.raises(TypeError, match=f"max_memory must be a number, not {given!r}"):
+        app.task(run_in="process", max_memory=given)(handler_of_batches)
+
+
+def test_none_removes_a_default_of_words() -> None:
+    app = App(NOWHERE, defaults={"lock_mode": "mutex"})
+    task = app.task(name="t", lock_mode=None)(lambda: None)  # type: ignore[call-overload]
+    assert "lock_mode" not in task.defaults.options
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"timezone": 5}, TypeError, "timezone must be text, such as 'Europe/Berlin', not 5"),
+        ({"timezone": ""}, ValueError, "timezone is empty"),
+        ({"name": 5}, TypeError, "name must be text, such as 'nightly', not 5"),
+        ({"name": ""}, ValueError, "name is empty"),
+        ({"args": 5}, TypeError, "args must be a mapping, not 5"),
+        ({"args": "x"}, TypeError, "args must be a mapping, not 'x'"),
+        ({"args": []}, TypeError, r"args must be a mapping, not \[\]"),
+    ],
+)
+def test_arguments_of_a_schedule(
+    app: App, options: Any, kind: type[Exception], message: str
+) -> None:
+    task = app.task(name="t")(lambda: None)
+    with pytest.raises(kind, match=f"the schedule of the task 't': {message}"):
+        app.recurring("@daily", **options)(task)
+    assert app.schedules == {}
+
+
+@pytest.mark.parametrize("given", ["x", 5, []])
+def test_defaults_are_a_mapping(given: Any) -> None:
+    kinds: tuple[Any, ...] = (Blueprint, functools.partial(App, NOWHERE))
+    for kind in kinds:
+        with pytest.raises(TypeError, match="defaults must be a dict of a task's options, not"):
+            kind(defaults=given)
+
+
+@pytest.mark.parametrize("given", ["x", True, 2.5, math.nan])
+def test_crashes_are_counted(given: Any) -> None:
+    with pytest.raises(TypeError, match=f"Retry: max_crashes must be a number, not {given!r}"):
+        Retry(3, max_crashes=given)
+    with pytest.raises(ValueError, match="Retry: max_crashes must be at least 1, not 0"):
+        Retry(3, max_crashes=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"retryable": "no"}, "retryable must be True or False, not 'no'"),
+        ({"queue": 5}, "queue must be text, not 5"),
+        ({"lock": 5}, "lock must be text, not 5"),
+        ({"reason": 5}, "reason must be text, not 5"),
+        ({"priority": "x"}, "priority must be an int, not 'x'"),
+    ],
+)
+def test_what_is_no_decision(options: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        Decision(**options)
+
+
+def test_messages_are_text() -> None:
+    wrong: Any = 5
+    with pytest.raises(TypeError, match="message must be text, not 5"):
+        RetryLater(wrong)
+
+
+async def test_steps_call_functions() -> None:
+    wrong: Any
+    with fake_job() as job:
+        for wrong in (5, "b"):
+            message = f"a step calls a function, not {wrong!r}"
+            with pytest.raises(TypeError, match=message):
+                job.step("a", wrong)
+            with pytest.raises(TypeError, match=message):
+                await job.step_async("a", wrong)
+            with pytest.raises(TypeError, match=message):
+                job.step("a")(wrong)
+        wrong = 5
+        with pytest.raises(TypeError, match="a step calls a function, not 5"):
+            job.step(wrong)
+        wrong = "no"
+        with pytest.raises(TypeError, match="lazy must be True or False, not 'no'"):
+            job.step("a", lazy=wrong)
+        assert job.step("a", lambda: 7) == 7
+
+
+def test_what_a_job_reports() -> None:
+    wrong: Any
+    with fake_job() as job:
+        for wrong in ("x", True):
+            with pytest.raises(TypeError, match=f"percent must be a number, not {wrong!r}"):
+                job.progress(wrong)
+        for wrong in (-1, 101, math.nan):
+            with pytest.raises(
+                ValueError, match=f"percent must be at (least 0|most 100), not {wrong}"
+            ):
+                job.progress(wrong)
+        wrong = 5
+        with pytest.raises(TypeError, match="message must be text, not 5"):
+            job.progress(50, wrong)
+        with pytest.raises(TypeError, match="stream must be a text, not 5"):
+            job.emit(wrong, 1)
+        with pytest.raises(TypeError, match="lease must be a timedelta, not 5"):
+            job.extend(wrong)
+        assert (job.progresses, job.emitted, job.leases) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"args": [1]}, TypeError, r"args must be a mapping, not \[1\]"),
+        ({"headers": 5}, TypeError, "headers must be a mapping, not 5"),
+        ({"attempt": True}, TypeError, "attempt must be a number, not True"),
+        ({"attempt": 0}, ValueError, "attempt must be at least 1, not 0"),
+        ({"max_attempts": "x"}, TypeError, "max_attempts must be a number, not 'x'"),
+        ({"deadline": 5}, TypeError, "deadline must be a datetime, not 5"),
+        ({"scheduled_for": 5}, TypeError, "scheduled_for must be a datetime, not 5"),
+        ({"timeout": 5}, TypeError, "timeout must be a timedelta, not 5"),
+    ],
+)
+def test_what_is_no_fake_job(options: Any, kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message), fake_job(**options):
+        pass
+
+
+def test_queues_of_tests_need_an_app() -> None:
+    wrong: Any = 5
+    kinds: tuple[Any, ...] = (
+        MemoryQueue,
+        CommittedTestQueue,
+        functools.partial(TestQueue, connection=None),
+    )
+    for kind in kinds:
+        with pytest.raises(TypeError, match="app must be an App, not 5"):
+            kind(wrong)
+
+
+def test_arguments_of_a_cluster(app: App) -> None:
+    cluster: Any = Cluster(app, NOWHERE)
+    wrong: Any = 5
+    cases: list[tuple[Callable[[], object], str]] = [
+        (lambda: Cluster(wrong), "app must be an App, not 5"),
+        (lambda: Cluster(app, patience="x"), "patience must be a number, not 'x'"),  # type: ignore[arg-type]
+        (lambda: Cluster(app, patience=math.nan), "patience must be at most"),
+        (lambda: Cluster.create(app, {}), "shards is empty: give the name and DSN of each"),
+        (lambda: Cluster.create(app, [NOWHERE]), "shards must be a mapping"),  # type: ignore[arg-type]
+        (lambda: Cluster.create(app, {"": NOWHERE}), "a shard's name is empty"),
+        (lambda: Cluster.create(app, {"a": wrong}), "the DSN of shard 'a' must be text"),
+        (lambda: cluster.add(5, NOWHERE), "a shard's name must be text, such as 'a', not 5"),
+        (lambda: cluster.move("x", "b"), "slot must be a number, not 'x'"),
+        (lambda: cluster.move(1, "b", patience=-1), "patience must be at least 0, not -1"),
+        (lambda: cluster.stay(True), "slot must be a number, not True"),
+        (lambda: cluster.split("mail", "x"), "max_running must be a number, not 'x'"),
+        (lambda: cluster.split(5, 2), "queue must be text, such as 'mail', not 5"),
+        (lambda: shard_of(wrong), "a key must be text, such as 'tenant-1', not 5"),
+        (lambda: cluster.defer_many([5]), r"each of calls must be a key and a call"),
+        (lambda: cluster.defer_many([(5, 5)]), "a key must be text"),
+        (lambda: cluster.defer_many([("k", 5)]), r"a call must come from task\.prepare"),
+    ]
+    for call, message in cases:
+        with pytest.raises((TypeError, ValueError), match=message):
+            call()
 
 
 def handler_of_batches(jobs: Any) -> None: ...

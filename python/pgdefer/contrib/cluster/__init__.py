@@ -12,6 +12,7 @@ from typing import Any
 import psycopg
 
 from pgdefer.app import App
+from pgdefer.checks import check_number, check_text
 from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.deferring import Deferring
 from pgdefer.contrib.cluster.deferring_async import AsyncDeferring
@@ -19,6 +20,7 @@ from pgdefer.contrib.cluster.install import check_are_apart, has_map, install, s
 from pgdefer.contrib.cluster.move_slot import Move, SlotBusy, move
 from pgdefer.contrib.cluster.shards import SLOTS, ShardMap, shard_of
 from pgdefer.errors import InvalidParameter, PgDeferError
+from pgdefer.options import checked_mapping
 
 __all__ = ["Cluster", "Move", "ShardMap", "SlotBusy", "install", "shard_of"]
 
@@ -41,6 +43,11 @@ class Cluster(Deferring, AsyncDeferring):
         Again, after a failure, it goes on. Raises InvalidParameter if two are the same database, or
         one has a map of another cluster.
         """
+        if not checked_mapping("shards", shards):
+            raise ValueError('shards is empty: give the name and DSN of each, {"a": "dbname=a"}')
+        for name, dsn in shards.items():
+            check_text("a shard's name", name, "a")
+            check_text(f"the DSN of shard {name!r}", dsn, "dbname=a")
         check_are_apart(shards)
         for dsn in shards.values():
             install(dsn)  # before the first map: none is made if a database can't be reached
@@ -62,6 +69,8 @@ class Cluster(Deferring, AsyncDeferring):
         Raises InvalidParameter if the cluster has a shard of this name, and the database is not it:
         each of the two would take its keys.
         """
+        check_text("a shard's name", name, "a")
+        check_text(f"the DSN of shard {name!r}", dsn, "dbname=a")
         self._learn()
         if name in self.map.shards and self_of(dsn) != name:
             raise InvalidParameter(
@@ -84,6 +93,8 @@ class Cluster(Deferring, AsyncDeferring):
         `started` they do, as new ones. Raises SlotBusy if a transaction that has deferred for the
         slot stays open for longer, or another process moves it.
         """
+        _check_slot(slot)
+        check_number("patience", patience, (int, float), at_least=0)
         self._learn()
         source = self._owner(slot)
         if to not in self.map.shards:
@@ -100,6 +111,7 @@ class Cluster(Deferring, AsyncDeferring):
 
     def stay(self, slot: int) -> None:
         """Give up a move of a slot. Raises InvalidParameter if a part of it has left."""
+        _check_slot(slot)
         self._learn()
         source = self._owner(slot)
         self.app_of(source).client.call(sql.STAY, {"slot": slot})
@@ -121,11 +133,7 @@ class Cluster(Deferring, AsyncDeferring):
         return sorted(wrong)
 
     def _owner(self, slot: int) -> str:
-        """Return the shard of a slot. Raises InvalidParameter if there is no such slot."""
-        if not 0 <= slot < SLOTS:
-            raise InvalidParameter(
-                f"there is no slot {slot}", hint=f"Slots are 0 to {SLOTS - 1}: shard_of(key)."
-            )
+        """Return the shard of a slot."""
         return self.map.slots[slot][0]
 
     def _learn(self) -> None:
@@ -156,6 +164,8 @@ class Cluster(Deferring, AsyncDeferring):
 
         No shard lends its part to another: one with few jobs leaves its part unused.
         """
+        check_text("queue", queue, "mail")
+        check_number("max_running", max_running, int, at_least=1)
         self.refresh()
         names = sorted(self.map.shards)
         if max_running < len(names):
@@ -196,6 +206,16 @@ class Cluster(Deferring, AsyncDeferring):
                 f"slot {slot}: its move from {shard} to {target} has stopped and holds {held} jobs:"
                 " go on with it, or give it up"
             )
+
+
+def _check_slot(slot: object) -> None:
+    """Raise TypeError for what is no number, InvalidParameter if there is no such slot."""
+    if not isinstance(slot, int) or isinstance(slot, bool):
+        raise TypeError(f"slot must be a number, not {slot!r}: shard_of(key) is one")
+    if not 0 <= slot < SLOTS:
+        raise InvalidParameter(
+            f"there is no slot {slot}", hint=f"Slots are 0 to {SLOTS - 1}: shard_of(key)."
+        )
 
 
 def _said(error: Exception) -> str:

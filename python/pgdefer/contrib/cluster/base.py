@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pgdefer.app import App
+from pgdefer.checks import check_number
 from pgdefer.contrib.cluster.shards import KeyedJob, ShardMap, key_of
 from pgdefer.options import as_list
 from pgdefer.tasks.job import Job
@@ -21,6 +22,9 @@ class ClusterBase:
     """What a cluster knows without asking."""
 
     def __init__(self, app: App, *dsns: str, patience: float = 10) -> None:
+        if not isinstance(app, App):
+            raise TypeError(f"app must be an App, not {app!r}")
+        check_number("patience", patience, (int, float), at_least=0)
         self.app = app
         self.patience = patience
         self.map = ShardMap()

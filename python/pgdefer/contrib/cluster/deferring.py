@@ -50,7 +50,7 @@ class Deferring(ClusterBase):
 
     def defer_many(self, calls: Iterable[tuple[str, PreparedJob[Any]]]) -> list[Job[Any]]:
         """Defer calls (`app.prepare`) with their keys; those of a shard all or none."""
-        jobs = [KeyedJob(key, call) for key, call in calls]
+        jobs = KeyedJob.all_of(calls)
         if not self.map.slots:
             self.refresh()
         found: dict[str, list[int]] = {}

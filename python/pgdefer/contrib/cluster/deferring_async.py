@@ -51,7 +51,7 @@ class AsyncDeferring(ClusterBase):
         self, calls: Iterable[tuple[str, PreparedJob[Any]]]
     ) -> list[Job[Any]]:
         """Defer calls (`app.prepare`) with their keys; those of a shard all or none."""
-        jobs = [KeyedJob(key, call) for key, call in calls]
+        jobs = KeyedJob.all_of(calls)
         if not self.map.slots:
             await self.refresh_async()
         found: dict[str, list[int]] = {}

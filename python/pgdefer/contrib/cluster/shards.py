@@ -9,14 +9,15 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import psycopg
 
 from pgdefer.app import App
-from pgdefer.options import IN_TEMPLATES
-from pgdefer.tasks.prepared_job import PreparedJob
+from pgdefer.checks import check_text
+from pgdefer.options import IN_TEMPLATES, as_list
+from pgdefer.tasks.prepared_job import PreparedJob, check_prepared
 
 __all__ = [
     "PARTS",
@@ -42,6 +43,7 @@ def is_unreached(error: psycopg.OperationalError) -> bool:
 
 def shard_of(key: str) -> int:
     """Return the slot of a key, 0 to 1023: the same as queue.shard_of."""
+    check_text("a key", key, "tenant-1")
     return int.from_bytes(hashlib.sha256(key.encode()).digest()[:2], "big") >> 6
 
 
@@ -108,6 +110,21 @@ class KeyedJob:
 
     key: str
     call: PreparedJob[Any]
+
+    @classmethod
+    def all_of(cls, calls: Iterable[tuple[str, PreparedJob[Any]]]) -> list[KeyedJob]:
+        """Return calls with their keys. Raises TypeError or ValueError for what is none."""
+        found = []
+        pair: Any
+        for pair in as_list("calls", calls):
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise TypeError(
+                    f"each of calls must be a key and a call, (key, call), not {pair!r}"
+                )
+            check_text("a key", pair[0], "tenant-1")
+            check_prepared([pair[1]])
+            found.append(cls(*pair))
+        return found
 
     def to_json(self) -> str:
         """Return the object that queue.shard_defer_many takes."""
