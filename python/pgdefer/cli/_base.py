@@ -252,7 +252,30 @@ def _misread(values: Mapping[str, Any]) -> Iterator[None]:
         for name, (option, form) in _READ_THERE.items():
             if values.get(name) is not None and f'"{values[name]}"' in said:
                 raise InvalidParameter(f"{option}: {said}", hint=f"Give {form}.") from error
+        if isinstance(error, psycopg.errors.NumericValueOutOfRange):
+            most = 2 ** (63 if said.startswith("bigint") else 31)
+            for given in values.values():
+                for each in given if isinstance(given, list) else [given]:
+                    if isinstance(each, int) and not -most <= each < most:
+                        raise InvalidParameter(f"{each} is too large: {said}") from error
         raise
+
+
+@contextlib.contextmanager
+def typed(names: Mapping[str, str]) -> Iterator[None]:
+    """Let the database's refusals in the block name what the user has typed.
+
+    The names of arguments, with which such messages begin, have those of options in their places.
+    """
+    try:
+        yield
+    except (psycopg.Error, InvalidParameter) as error:
+        better = translate(error) if isinstance(error, psycopg.Error) else error
+        if not isinstance(better, InvalidParameter):
+            raise
+        name, space, rest = better.message.partition(" ")
+        better.message = f"{names.get(name, name)}{space}{rest}"
+        raise better from error
 
 
 @contextlib.contextmanager

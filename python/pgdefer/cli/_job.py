@@ -11,7 +11,7 @@ import json
 import math
 import operator
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import psycopg
@@ -40,6 +40,7 @@ from ._base import (
     out,
     reported,
     session,
+    typed,
 )
 
 jobs = typer.Typer(help="Jobs.", no_args_is_help=True)
@@ -499,7 +500,8 @@ def retry(
     else:
         asked = {"ids": ids, "force": force, "from_step": from_step}
         asked["changes"] = json.dumps(changes) if changes else None
-        _change(sql.RETRY, asked, dsn, as_json, dry_run)
+        names = {"retry_at": "--at", "retry_in": "--delay"}
+        _change(sql.RETRY, asked, dsn, as_json, dry_run, names)
 
 
 @jobs.command("delete")
@@ -569,9 +571,8 @@ def deadline(
     dry_run: DryRun = False,
 ) -> None:
     """Change the deadline of jobs."""
-    _change(
-        sql.SET_DEADLINE, {"ids": ids, "at": None if at == "none" else at}, dsn, as_json, dry_run
-    )
+    asked = {"ids": ids, "at": None if at == "none" else at}
+    _change(sql.SET_DEADLINE, asked, dsn, as_json, dry_run, {"--at:": "TIME:"})
 
 
 @jobs.command("hold")
@@ -667,11 +668,15 @@ def _change(
     dsn: str | None,
     as_json: bool,
     dry_run: bool,
+    names: Mapping[str, str] = {},
 ) -> None:
-    """Call a function on many jobs, print each outcome, and exit accordingly."""
+    """Call a function on many jobs, print each outcome, and exit accordingly.
+
+    `names` are those of its arguments as the user has typed them, for refusals.
+    """
     ids = list(dict.fromkeys(parameters["ids"]))
     rows = Rows([])
-    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on, typed(names):
         for at in range(0, len(ids), SLICE):
             rows += on.call(statement, parameters | {"ids": ids[at : at + SLICE]})
     _end(rows, can_force=parameters.get("force") is False)

@@ -13,7 +13,7 @@ import typer
 from pgdefer.database import sql
 
 from . import _complete, _show
-from ._base import DSN, AsJson, DryRun, Exit, Rows, Yes, confirm, fail, out, session
+from ._base import DSN, AsJson, DryRun, Exit, Rows, Yes, confirm, fail, out, session, typed
 from ._job import Task
 
 queues = typer.Typer(help="Queues.", no_args_is_help=True)
@@ -185,8 +185,10 @@ def configure(
             fail(Exit.USAGE, f"--rate is N/INTERVAL, such as 10/1min, not {options['rate']}")
         options["rate"] = {"limit": _number(limit), "per": per}
     parameters = {"name": name, "options": json.dumps(options)}
+    names = {"per": "--rate, INTERVAL", "rate": "--rate"}
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        on.call(sql.CONFIGURE_QUEUE, parameters)
+        with typed(names):
+            on.call(sql.CONFIGURE_QUEUE, parameters)
         rows = on.call(sql.QUEUE, {"name": name})
     _show_queues(rows)
 

@@ -91,6 +91,29 @@ def test_arguments_that_are_not_utf_8(run: Run, words: tuple[str, ...]) -> None:
     assert "in an argument is no utf-8 text" in done.err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("job", "deadline", "x", "1"), "TIME: invalid input syntax for type timestamp"),
+        (("job", "reschedule", "1", "--at", "x"), "--at: invalid input syntax"),
+        (("job", "retry", "1", "--at", "x"), "--at is not a timestamp"),
+        (("job", "retry", "1", "--in", "x"), "--delay is not an interval"),
+        (("queue", "configure", "q", "--rate", "5/x"), "--rate, INTERVAL is not an interval"),
+        (("queue", "configure", "q", "--rate", "x/1s"), "--rate needs a limit of at least 1"),
+        (("job", "show", 2**63), f"{2**63} is too large: bigint out of range"),
+        (("job", "hold", 2**63), f"{2**63} is too large: bigint out of range"),
+        (("job", "priority", 2**31, "1"), f"{2**31} is too large: integer out of range"),
+        (("defer", "t", "--priority", 2**31), f"{2**31} is too large: integer out of range"),
+    ],
+)
+def test_what_is_wrong_is_named_as_it_was_typed(
+    run: Run, words: tuple[object, ...], said: str
+) -> None:
+    done = run(*words)
+    assert (done.code, done.out) == (Exit.USAGE, "")
+    assert done.err.startswith(f"pgdefer: {said}")
+
+
 def test_a_page_of_no_database(program: Program) -> None:
     done = program("web", "--port", "0", "--dsn", "bogus=1")
     assert done.returncode == Exit.USAGE
