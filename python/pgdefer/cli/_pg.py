@@ -13,10 +13,14 @@ import subprocess
 from pathlib import Path
 from typing import Annotated
 
+import psycopg
 import typer
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
+from pgdefer.database import sql
+from pgdefer.database.execute import execute
 from pgdefer.database.source import Source
+from pgdefer.database.sql import Statement
 
 from ._base import DSN, Exit, Yes, confirm, fail, reported
 
@@ -34,7 +38,7 @@ def backup(
     if os.isatty(1):
         fail(Exit.USAGE, "standard output is a terminal: write to a file, as in > queue.dump")
     only = [] if everything else ["--schema=queue"]
-    _run("pg_dump", ["--format=custom", *only], dsn)
+    _run("pg_dump", ["--format=custom", *only], dsn, sql.MAY_DUMP)
 
 
 @pg.command("restore")
@@ -43,16 +47,23 @@ def restore(yes: Yes = False, dsn: DSN = None) -> None:
     if os.isatty(0):
         fail(Exit.USAGE, "standard input is a terminal: read from a file, as in < queue.dump")
     confirm("Restore into this database?", yes=yes)
-    _run("pg_restore", ["--exit-on-error", "--single-transaction"], dsn)
+    _run("pg_restore", ["--exit-on-error", "--single-transaction"], dsn, sql.MAY_RESTORE)
 
 
-def _run(name: str, arguments: list[str], dsn: str | None) -> None:
-    """Become one of PostgreSQL's programs, of a version that fits the server."""
-    with reported():
+def _run(name: str, arguments: list[str], dsn: str | None, may: Statement) -> None:
+    """Become one of PostgreSQL's programs, of a version that fits the server.
+
+    `may` asks for what this role must not read or write, and so can't: the program's own exit code
+    does not tell.
+    """
+    with reported("Run it as the owner of the queue."):
         source = Source(dsn)
         conninfo = source.conninfo()
         with source.connect() as connection:
             version = connection.info.server_version // 10000
+            ((lacking,),) = execute(connection, may, {})
+            if lacking is not None:
+                raise psycopg.errors.InsufficientPrivilege(f"permission denied for {lacking}")
     program = find_program(name, version)
     if program is None:
         fail(

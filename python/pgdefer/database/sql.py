@@ -781,3 +781,17 @@ DEMO_LARGEST = Statement("""
 DEMO_FOLDERS = Statement("""
     select count(*), sum(files), sum(bytes) from pgdefer_demo.folder
 """)
+
+# What the role lacks for pg_dump of the queue, and for pg_restore; NULL: nothing.
+MAY_DUMP = Statement("""
+    select min('table ' || n.nspname || '.' || c.relname)
+    from pg_class c
+    join pg_namespace n on n.oid = c.relnamespace
+    where n.nspname = 'queue' and c.relkind in ('r', 'p')
+      and not has_table_privilege(c.oid, 'select')
+""")
+
+MAY_RESTORE = Statement("""
+    select case when not has_database_privilege(current_database(), 'create')
+      then 'database ' || current_database() end
+""")

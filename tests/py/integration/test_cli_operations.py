@@ -1208,6 +1208,23 @@ def test_backup_and_restore(
         ]
 
 
+def test_a_backup_needs_the_right(
+    run: Run, conn: PsycopgConnection, dsn: str, blank_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conn.execute("create role dumps_nothing login")
+    monkeypatch.setattr("os.isatty", lambda _: False)
+    try:
+        backup = run("pg", "backup", "--dsn", make_conninfo(dsn, user="dumps_nothing"))
+        address = make_conninfo(blank_dsn, user="dumps_nothing")
+        restore = run("pg", "restore", "--yes", "--dsn", address)
+    finally:
+        conn.execute("drop role dumps_nothing")
+    for done, named in ((backup, "table queue."), (restore, "database ")):
+        assert (done.code, done.out) == (Exit.FORBIDDEN, "")
+        assert f"permission denied for {named}" in done.err
+        assert "as the owner of the queue" in done.err
+
+
 # psql
 
 
