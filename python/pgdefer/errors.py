@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import psycopg
 
@@ -144,6 +144,9 @@ class InvalidParameter(PgDeferError, ValueError):
 
 class NotInstalled(PgDeferError):
     """The database has no schema queue, or it lacks what this client calls."""
+
+    #: What to do about it: Django has a way of its own.
+    remedy: ClassVar[str] = "Run `pgdefer install` on this database."
 
 
 class JobFailed(PgDeferError):
@@ -320,7 +323,7 @@ def translate(error: BaseException) -> PgDeferError | None:
     # SQLAlchemy's own error of asyncpg leaves it out.
     hint = hint or getattr(original.__cause__, "hint", None)
     if kind is NotInstalled:
-        hint = "Run `pgdefer install` on this database."
+        hint = NotInstalled.remedy
     return kind(message, detail=detail or None, hint=hint or None)
 
 

@@ -15,9 +15,10 @@ import typer
 from pgdefer import __version__
 from pgdefer.database.install import install, installed_version
 from pgdefer.database.source import Source
+from pgdefer.errors import NotInstalled
 
 from . import _show
-from ._base import DSN, AsJson, Exit, fail, out, reported
+from ._base import DSN, AsJson, Exit, out, reported
 
 _FORBIDDEN = "Install as the owner of the queue, or as a role with CREATE on the database."
 
@@ -75,7 +76,7 @@ def upgrade(dsn: DSN = None, as_json: AsJson = False) -> None:
         source = Source(dsn)
         with source.connect() as connection:
             if installed_version(connection) is None:
-                fail(Exit.NOT_INSTALLED, "the queue is not installed here: `pgdefer install`")
+                raise NotInstalled("the queue is not installed here", hint=NotInstalled.remedy)
         done = install(source.conninfo())
     was = "already" if done.before == done.version else f"from {done.before}"
     if as_json:

@@ -31,6 +31,7 @@ from pgdefer.contrib.django.checks import check_database
 from pgdefer.contrib.django.management.commands.pgdefer import Command
 from pgdefer.contrib.django.models import Attempt, Job, Queue, ReadOnly, Schedule, Task
 from pgdefer.database.embedded import EmbeddedServer
+from pgdefer.errors import NotInstalled
 from support import ROOT, create_database
 
 from .conftest import use
@@ -326,6 +327,22 @@ def test_the_command_passes_every_operation_on(shop: str, app: DjangoApp, capfd:
     with pytest.raises(SystemExit) as end:
         call_command("pgdefer", "job", "show", "7777")
     assert end.value.code == 9
+
+
+@pytest.mark.parametrize("command", [["job", "ls"], ["upgrade"]])
+def test_the_command_before_migrate_names_that(
+    shop: str, server: EmbeddedServer, capfd: Any, command: list[str]
+) -> None:
+    create_database(server, before := f"django_before_{command[0]}")
+    use(server, before)
+    try:
+        with pytest.raises(SystemExit) as end:
+            call_command("pgdefer", *command)
+    finally:
+        use(server, "django")
+    assert end.value.code == 4
+    assert "Run `manage.py migrate`, which installs it." in capfd.readouterr().err
+    assert "pgdefer install" in NotInstalled.remedy
 
 
 def test_the_command_runs_the_projects_jobs(shop: str, app: DjangoApp) -> None:

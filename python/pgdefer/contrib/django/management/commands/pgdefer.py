@@ -18,12 +18,14 @@ import typer
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand
+from django.db import DEFAULT_DB_ALIAS
 from django.utils import autoreload
 
 from pgdefer.cli._base import Exit, cli
 from pgdefer.contrib.django import conf
 from pgdefer.contrib.django.application import project_app
 from pgdefer.contrib.django.checks import check_aliases
+from pgdefer.errors import NotInstalled
 
 __all__ = ["Command"]
 
@@ -65,7 +67,10 @@ def _run(arguments: list[str], *, reloads: bool) -> int:
     """Run a command of `pgdefer`; return its exit code."""
     for wrong in check_aliases(conf.read()):
         raise ImproperlyConfigured(f"{wrong.msg}. {wrong.hint}" if wrong.hint else wrong.msg)
-    environment, argv = dict(os.environ), sys.argv
+    environment, argv, remedy = dict(os.environ), sys.argv, NotInstalled.remedy
+    alias = conf.read().DATABASE
+    where = "" if alias == DEFAULT_DB_ALIAS else f" --database={alias}"
+    NotInstalled.remedy = f"Run `manage.py migrate{where}`, which installs it."
     reloader = _Reloader(argv) if reloads else None
     if _runs_jobs(arguments):
         # A supervisor starts its processes by these, without Django's command around them.
@@ -83,6 +88,7 @@ def _run(arguments: list[str], *, reloads: bool) -> int:
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = argv
+        NotInstalled.remedy = remedy
         if reloader is not None:
             reloader.restart_if_changed()
     return 0
