@@ -387,3 +387,22 @@ def test_a_shard_that_was_away_brings_no_old_dsn_back(
         given = [Jsonb({"shards": dsns, "slots": cluster.map.slots, "versions": wrong})]
         with pytest.raises(psycopg.errors.InvalidParameterValue, match="versions must be"):
             rows(dsns["b"], "select queue.shard_learn(%s)", given)
+
+
+def test_a_database_that_is_behind_hides_no_shard(
+    app: App, dsns: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Cluster.create(app, {"a": dsns["a"], "b": dsns["b"]})
+    with monkeypatch.context() as patch:
+        patch.setattr(first, "tell", list)  # as if it died before
+        first.add("c", dsns["c"])
+    known = {"map": first.map.to_json(), "self": None}
+    first.app_of("b").client.call(sql.LEARN, known)
+    first.close()
+    behind = Cluster(app, dsns["a"])
+    assert behind.split("mail", 6) == {"a": 2, "b": 2, "c": 2}
+    behind.close()
+    behind = Cluster(app, dsns["a"])
+    assert behind.check() == []
+    assert sorted(behind.map.shards) == ["a", "b", "c"]
+    behind.close()

@@ -71,7 +71,7 @@ class Cluster(Deferring, AsyncDeferring):
         """
         check_text("a shard's name", name, "a")
         check_text(f"the DSN of shard {name!r}", dsn, "dbname=a")
-        self._learn()
+        self.learn()
         if name in self.map.shards and self_of(dsn) != name:
             raise InvalidParameter(
                 f"there is a shard {name!r}, and this database is not it",
@@ -95,7 +95,7 @@ class Cluster(Deferring, AsyncDeferring):
         """
         _check_slot(slot)
         check_number("patience", patience, (int, float), at_least=0)
-        self._learn()
+        self.learn()
         source = self._owner(slot)
         if to not in self.map.shards:
             raise InvalidParameter(
@@ -112,7 +112,7 @@ class Cluster(Deferring, AsyncDeferring):
     def stay(self, slot: int) -> None:
         """Give up a move of a slot. Raises InvalidParameter if a part of it has left."""
         _check_slot(slot)
-        self._learn()
+        self.learn()
         source = self._owner(slot)
         self.app_of(source).client.call(sql.STAY, {"slot": slot})
         self.refresh(source)
@@ -136,8 +136,8 @@ class Cluster(Deferring, AsyncDeferring):
         """Return the shard of a slot."""
         return self.map.slots[slot][0]
 
-    def _learn(self) -> None:
-        """Learn the map of each shard that can be reached."""
+    def learn(self) -> None:
+        """Read the map of each shard that can be reached: the first may be behind the others."""
         self.refresh()
         for told in self._maps()[0].values():
             self.map.learn(told)
@@ -166,7 +166,7 @@ class Cluster(Deferring, AsyncDeferring):
         """
         check_text("queue", queue, "mail")
         check_number("max_running", max_running, int, at_least=1)
-        self.refresh()
+        self.learn()
         names = sorted(self.map.shards)
         if max_running < len(names):
             raise ValueError(f"a limit of {max_running} can't be divided among {len(names)} shards")
@@ -182,7 +182,7 @@ class Cluster(Deferring, AsyncDeferring):
         Moves that have begun and go on no longer are reported, and jobs that have left a shard and
         not arrived, also while a mover lives.
         """
-        self.refresh()
+        self.learn()
         told, failed = self._maps()
         wrong = [f"shard {name}: {why}" for name, why in failed.items()]
         for slot, (owner, _) in enumerate(self.map.slots):

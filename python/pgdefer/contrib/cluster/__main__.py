@@ -25,7 +25,7 @@ Dsn = Annotated[str, typer.Option(envvar="PGDEFER_DSN", help="The database of an
 def _cluster(dsn: str) -> Iterator[Cluster]:
     """Provide a cluster; errors become one line and an exit code."""
     with reported(), contextlib.closing(Cluster(App(), dsn)) as cluster:
-        cluster.refresh()
+        cluster.learn()
         yield cluster
 
 
@@ -33,7 +33,7 @@ def _cluster(dsn: str) -> Iterator[Cluster]:
 def create(
     shards: Annotated[list[str], typer.Argument(help="NAME=DSN of each, without passwords.")],
 ) -> None:
-    """Divide the slots among databases, each with the queue installed."""
+    """Divide the slots among databases, each with the queue. After a failure, run it again."""
     named = dict(shard.partition("=")[::2] for shard in shards)
     if len(named) < len(shards) or not all(named.values()):
         raise typer.BadParameter("give NAME=DSN, each name once")
