@@ -53,8 +53,8 @@ begin
 end $$;
 comment on function queue.defer_trigger() is
   'Row trigger that defers a job: defer_trigger(task [, defer''s keys as JSON]). The args are the NEW'
-    ' row, or the OLD row on DELETE, without generated columns that PostgreSQL has not computed: virtual ones,'
-    ' and in a BEFORE trigger stored ones.';
+    ' row, or the OLD row on DELETE, without generated columns that PostgreSQL has not computed: virtual'
+    ' ones, and in a BEFORE trigger stored ones.';
 
 -- to_jsonb calls a type's cast to json with the rights of the queue's owner. So the cast must belong to a
 -- superuser or the owner.

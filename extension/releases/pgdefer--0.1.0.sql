@@ -3544,7 +3544,6 @@ end $$;
 -- lock); queue.active_job, as workers' calls do first; those of a step's DDL. It waits for these for 100 ms
 -- at a time, so that defer waits behind it no longer than that, and a hundred times. It does not build a
 -- missing large index, but warns of it.
--- Locks of missing rows: as _fill_tables.
 -- Raises: QJ090 if there is no step from the version of the tables, or there are no tables; 55P03 if a
 -- transaction that has used the tables stays open too long.
 create or replace function queue.migrate()
@@ -3646,7 +3645,8 @@ create or replace function queue._incompatible(message text, tables text)
 returns void language plpgsql stable parallel safe security invoker as $$
 begin
   raise exception using errcode = 'QJ090', message = message,
-    detail = format('tables: %s, code: %s', coalesce(tables, 'without their rows'), '0.1.0'), hint = queue._how_to_fit(tables);
+    detail = format('tables: %s, code: %s', coalesce(tables, 'without their rows'), '0.1.0'),
+    hint = queue._how_to_fit(tables);
 end $$;
 
 -- What to run so that the code fits tables of this version.
@@ -3662,9 +3662,10 @@ begin
 end $$;
 
 -- Inserts the rows of the tables that have one row each, where they are missing: in new tables, and after a
--- restore without data. Jobs that were deferred meanwhile are admitted, and none is admitted twice.
--- Locks: if a row is missing, queue.admission, so that nobody else admits; the caller holds queue.access,
--- against others that do this.
+-- restore without data. If there are jobs already, the new cursor has passed them all, so that none is
+-- admitted twice; and the era ends as by a restore into another cluster (admit/restore.sql), which admits
+-- the others.
+-- Locks: the caller holds queue.access, against others that do this.
 create or replace function queue._fill_tables()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -3675,13 +3676,16 @@ begin
   foreach v_table in array '{installation,cursor,admission,horizon,minute_cursor}'::text[] loop
     execute format('select not exists (select from queue.%I)', v_table) into v_is_empty;
     if v_is_empty then
-      lock table queue.admission in exclusive mode;
       execute format('insert into queue.%I default values', v_table);
       v_is_filled := true;
     end if;
   end loop;
-  if v_is_filled then
-    perform queue._restart_cursor();
+  if v_is_filled and exists (select from queue.log) then
+    update queue.cursor k set next_xid = pg_snapshot_xmax(pg_current_snapshot()) where k.next_xid = '3';
+    update queue.installation i set system_identifier = 0, era = '';
+  elsif v_is_filled then
+    update queue.installation i
+    set system_identifier = (select c.system_identifier from pg_control_system() c);
     perform queue._begin_era(queue._era());
   end if;
 end $$;
@@ -5281,8 +5285,8 @@ begin
 end $$;
 comment on function queue.defer_trigger() is
   'Row trigger that defers a job: defer_trigger(task [, defer''s keys as JSON]). The args are the NEW'
-    ' row, or the OLD row on DELETE, without generated columns that PostgreSQL has not computed: virtual ones,'
-    ' and in a BEFORE trigger stored ones.';
+    ' row, or the OLD row on DELETE, without generated columns that PostgreSQL has not computed: virtual'
+    ' ones, and in a BEFORE trigger stored ones.';
 
 -- to_jsonb calls a type's cast to json with the rights of the queue's owner. So the cast must belong to a
 -- superuser or the owner.

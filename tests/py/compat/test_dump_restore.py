@@ -367,10 +367,10 @@ def test_without_data(server: EmbeddedServer, blank_dsn: str, form: str) -> None
         with psycopg.connect(server.dsn(name), autocommit=True) as connection:
             connection.execute("select queue.defer('t')")
             connection.execute("select queue.install()")
-            assert connection.execute("select * from queue.check()").fetchall() == []
             connection.execute("select queue.register_worker('w')")
             claimed = "select f.task from queue.workers w, queue.fetch(w.id) f"
             assert connection.execute(claimed.encode()).fetchall() == [("t",)]
+            assert connection.execute("select * from queue.check()").fetchall() == []
     finally:
         with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
             connection.execute(f"drop database {name} with (force)".encode())

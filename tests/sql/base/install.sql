@@ -1,6 +1,6 @@
 -- Installing: twice, uninstalling, DROP EXTENSION, and what the tables may depend on.
 
-select plan(41);
+select plan(42);
 
 -- Everything that install created, as text.
 create function pg_temp.made() returns text language sql as $$
@@ -84,8 +84,10 @@ select results_eq('select v.tables from queue.version() v', array[null::text], '
 select is((select h.fix from queue.health() h where h.name = 'version'), 'Run SELECT queue.install().', 'health says what to run');
 select is(test.refusal($$select queue.register_worker('v')$$), 'QJ090', 'no worker registers');
 select is(queue.install(), (select v.code from queue.version() v), 'install inserts the rows');
+select queue.tick() \g /dev/null
 select is_empty('select * from queue.check()', 'and everything is in order');
 select pg_temp.empty('{cursor}'), queue.migrate() \g /dev/null
+select is_empty(format('select * from queue.fetch(%s)', :worker), 'a session that has claimed before claims nothing again');
 select queue.tick() \g /dev/null
 select results_eq(format('select j.id, j.state from queue.jobs j where j.id <> %s order by 1', :early), 'select s.id, s.state from states s order by 1', 'no job is admitted twice');
 select is((select j.state from queue.jobs j where j.id = :early), 'ready', 'one that was not admitted is');
