@@ -16765,7 +16765,7 @@ begin
           perform set_config('pgdefer.was_dry', case when v_slice.is_all then 'on' else 'slice' end, false);
         else
           select c.ids, c.first_claim into ids, first_claim
-          from queue._claim_loop(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, true,
+          from queue._claim_loop(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, '{}',
             true, true, false, p_at_once) c;
         end if;
         return;
@@ -16834,21 +16834,24 @@ begin
     return;
   end if;
   select c.ids, c.first_claim into ids, first_claim
-  from queue._claim_loop(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim, v_is_claimed,
-    v_has_lock, v_has_more, v_admitted <= p_max_jobs is true, p_at_once) c;
+  from queue._claim_loop(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim,
+    case when v_is_claimed then v_choice.lanes end, v_has_lock, v_has_more, v_admitted <= p_max_jobs is true,
+    p_at_once) c;
 end $$;
 
--- Continues what _claim_one_lane has begun. p_ids: claimed so far; p_is_claimed: these were all ready jobs,
--- so that more must be admitted first; p_has_lock: the admission lock is held and was used; p_has_more:
--- another admission would find more; p_is_dry: there were only newcomers.
+-- Continues what _claim_one_lane has begun. p_ids: claimed so far; p_lanes: the lanes whose ready jobs these
+-- were, so that more must be admitted first; NULL: no lane was read; p_has_lock: the admission lock is held
+-- and was used; p_has_more: another admission would find more; p_is_dry: there were only newcomers.
 -- While a limited job is ready, at most p_at_once are claimed: it would hold its slot while it waits.
 -- Locks: as fetch.
 -- Why no wake-up is lost: a call that finds nothing has looked under the admission lock, or another session
--- holds that lock and looks. Rows that others hold are theirs to finish or to hand over.
+-- holds that lock and looks. Rows that others hold are theirs to finish or to hand over. Which lanes were
+-- claimed from only says where a look for a higher low mark is worth it: _raise_marks reads lane and jobs anew,
+-- under the admission lock.
 -- In one piece: each round of the loop passes all its variables to the next.
 create or replace function queue._claim_loop(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_may_wait boolean, p_now timestamptz, p_ids bigint[],
-  p_first_claim bigint, p_is_claimed boolean, p_has_lock boolean, p_has_more boolean, p_is_dry boolean,
+  p_first_claim bigint, p_lanes integer[], p_has_lock boolean, p_has_more boolean, p_is_dry boolean,
   p_at_once integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -16859,7 +16862,7 @@ declare
   v_max_jobs integer := p_max_jobs;
   v_admit record;
   v_choice record;
-  v_lanes integer[];  -- the lanes claimed from
+  v_lanes integer[] := p_lanes;  -- the lanes claimed from
   v_quarantined integer[];  -- lanes of quarantined jobs, each claimed alone
   v_turn text;
   v_claimed record;
@@ -16870,7 +16873,7 @@ begin
     v_queues := queue._match_queues(p_queues);
   end if;
   for v_pass in 1 .. 100 loop
-    if v_pass > 1 or not p_is_claimed then
+    if v_pass > 1 or p_lanes is null then
       select array_agg(l.lane) as lanes, max(l.kind) as kind, array_agg(l.lane) as plain_lanes,
         exists (select from queue.worker w where w.id = p_worker and w.gone_at is null
           and w.apart_since is null) as is_free
@@ -16911,7 +16914,7 @@ begin
           exit when coalesce(cardinality(ids), 0) >= v_max_jobs;
         end if;
       end if;
-      v_lanes := coalesce(v_choice.lanes, v_lanes);
+      v_lanes := v_lanes || v_choice.lanes;
       if v_choice.kind = 1/* lane_limited */ and not v_has_lock then
         v_has_lock := queue._lock_admission(ids is null and p_may_wait);
         if v_has_lock then
