@@ -1,5 +1,5 @@
 -- Joining locks, and giving the turn to an older member that came late.
--- Tests: admit/locks.sql, admit/locks.late_defer.spec.
+-- Tests: admit/locks.sql, admit/locks.dead_rows.sql, admit/locks.late_defer.spec.
 
 -- Adds new jobs to their locks. In a lock that had no member, the first gets the turn. While any task is
 -- paused, a member counts as passed only once it has been at that gate; _wait_for_turn then notes it. free:
@@ -13,8 +13,10 @@ declare
   v_changes record;
 begin
   with joining as materialized (
-    select x.lock, x.id, x.is_mutex, x.is_passed, x.n, o.id is not null as has_others,
-      coalesce(o.id > x.id, false) as is_late
+    -- the others of a lock are looked for once, beside its first new job: all its dead rows may be in the way
+    select x.lock, x.id, x.is_mutex, x.is_passed, x.n,
+      first_value(o.id) over (partition by x.lock order by x.id) as last_id,
+      first_value(o.is_mixed) over (partition by x.lock order by x.id) as is_mixed
     from (
       select j.id, j.lock, j.flags & {{mutex}} <> 0 as is_mutex,
         j.flags & ({{needs}} | {{scheduled}} | {{held}}) = 0 and not j.is_later
@@ -25,22 +27,22 @@ begin
         select j.id, j.flags, j.lock, coalesce(j.scheduled_at > clock_timestamp(), false) as is_later
         from queue.job_now j where j.id = u.id offset 0) j
       where j.flags & {{lock}} <> 0 and j.lock is not null) x
-    left join lateral (select m.id from queue.lock_member m where m.lock = x.lock
+    left join lateral (
+      select m.id, (select h.id from queue.lock_member h where h.lock = x.lock and h.is_mutex limit 1)
+        is not null as is_mixed
+      from queue.lock_member m where m.lock = x.lock and x.n = 1
       order by m.id desc limit 1) o on true),
   joined as (
     insert into queue.lock_member (lock, id, is_mutex, is_late, is_passed, has_turn)
-    select x.lock, x.id, x.is_mutex, x.is_late and not x.is_mutex,
-      x.is_passed, not x.is_mutex and x.n = 1 and not x.has_others
+    select x.lock, x.id, x.is_mutex, x.last_id > x.id is true and not x.is_mutex,
+      x.is_passed, not x.is_mutex and x.n = 1 and x.last_id is null
     from joining x)
-  select array_agg(distinct x.lock) filter (where x.is_mutex and x.has_others and not m.is_mixed) as mixed,
-    array_agg(distinct x.lock) filter (where not x.is_mutex and m.is_mixed) as ordered,
-    array_agg(x.id order by x.id) filter (where x.is_mutex or x.n = 1 and not x.has_others) as free,
-    array_agg(x.lock) filter (where x.is_late) as late
+  select array_agg(distinct x.lock) filter (where x.is_mutex and not x.is_mixed) as mixed,
+    array_agg(distinct x.lock) filter (where not x.is_mutex and x.is_mixed) as ordered,
+    array_agg(x.id order by x.id) filter (where x.is_mutex or x.n = 1 and x.last_id is null) as free,
+    array_agg(x.lock) filter (where x.last_id > x.id) as late
   into v_changes
-  from joining x
-  left join lateral (
-    select (select m.id from queue.lock_member m where m.lock = x.lock and m.is_mutex limit 1) is not null
-      as is_mixed offset 0) m on x.has_others;
+  from joining x;
   if v_changes.mixed is not null then
     -- from now on has_turn is valid
     update queue.lock_member m set has_turn = true
