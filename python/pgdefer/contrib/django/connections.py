@@ -1,21 +1,33 @@
-"""Django's connections: their parameters, and whether they still work.
+"""Django's connections: their parameters, whether they still work, and what a handler has left.
 
-Tests: contrib/test_django.py, contrib/test_django_handlers.py.
+Tests: contrib/test_django_handlers.py, contrib/test_django_left_open.py.
 """
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import psycopg
 from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg.conninfo import make_conninfo
+from psycopg.pq import TransactionStatus
+from psycopg.rows import scalar_row
 
 from pgdefer.database.pool import is_usable
 from pgdefer.database.source import DEFAULTS, Source, of_libpq
 
-__all__ = ["DjangoSource", "close_connections", "renew_connections"]
+__all__ = [
+    "DjangoSource",
+    "close_connections",
+    "discard",
+    "is_of_test",
+    "left_ones",
+    "loses_writes",
+    "renew_connections",
+    "what_is_left",
+]
 
 
 class DjangoSource(Source):
@@ -68,3 +80,72 @@ def _idle_ones() -> list[BaseDatabaseWrapper]:
         for one in every
         if one.connection is not None and not one.in_atomic_block and one.get_autocommit()
     ]
+
+
+def is_of_test(connection: BaseDatabaseWrapper) -> bool:
+    """Whether it is in the transaction that a TestCase of Django begins."""
+    blocks: list[Any] = connection.atomic_blocks
+    return bool(blocks) and bool(blocks[0]._from_testcase)
+
+
+def left_ones() -> list[BaseDatabaseWrapper]:
+    """Return this thread's connections that are not as a handler must find them.
+
+    Django would do all that follows on such a connection in a transaction that nobody commits.
+    """
+    return [
+        one
+        for one in connections.all(initialized_only=True)
+        if one.connection is not None and not is_of_test(one) and what_is_left(one)
+    ]
+
+
+def what_is_left(connection: BaseDatabaseWrapper) -> str | None:
+    """Return how an open connection differs from a new one, None if it does not."""
+    wanted = connection.settings_dict["AUTOCOMMIT"]
+    if connection.in_atomic_block:
+        return "in a block of atomic()"
+    status = _status(connection)
+    if status not in (None, TransactionStatus.IDLE, TransactionStatus.UNKNOWN):
+        return f"in a transaction ({status.name})"
+    driver = connection.connection
+    of_driver = driver.autocommit if isinstance(driver, psycopg.Connection) else wanted
+    if connection.get_autocommit() != wanted or of_driver != wanted:
+        return "without autocommit" if wanted else "in autocommit"
+    return None
+
+
+def loses_writes(connection: BaseDatabaseWrapper) -> bool:
+    """Whether something may have been written in the transaction that is open."""
+    driver, status = connection.connection, _status(connection)
+    if not isinstance(driver, psycopg.Connection):
+        return bool(connection.in_atomic_block)
+    if status == TransactionStatus.INTRANS:
+        try:
+            with psycopg.Cursor(driver, row_factory=scalar_row) as cursor:
+                cursor.execute("select pg_current_xact_id_if_assigned() is not null")
+                return bool(cursor.fetchone())
+        except psycopg.Error:
+            return True
+    if status == TransactionStatus.INERROR:
+        return True
+    return status != TransactionStatus.IDLE and (
+        connection.in_atomic_block or not driver.autocommit
+    )
+
+
+def discard(connection: BaseDatabaseWrapper) -> None:
+    """Close a connection whatever it is in; Django opens it again when it is used."""
+    one: Any = connection
+    one.in_atomic_block = one.closed_in_transaction = one.needs_rollback = False
+    one.savepoint_ids, one.atomic_blocks = [], []
+    try:
+        one.close()
+    finally:
+        one.connection = None
+
+
+def _status(connection: BaseDatabaseWrapper) -> TransactionStatus | None:
+    """Return what the driver says, None if it is not psycopg."""
+    driver = connection.connection
+    return driver.info.transaction_status if isinstance(driver, psycopg.Connection) else None

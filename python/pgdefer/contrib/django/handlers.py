@@ -5,21 +5,35 @@ Tests: contrib/test_django_handlers.py.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
 import functools
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any
 
 import psycopg
 from asgiref.sync import SyncToAsync, ThreadSensitiveContext
-from django.db import OperationalError, connections, transaction
+from django.db import Error, OperationalError, connections, transaction
+from psycopg.pq import TransactionStatus
 
 from pgdefer._text import logger
-from pgdefer.contrib.django.connections import close_connections, renew_connections
+from pgdefer.contrib.django.connections import (
+    close_connections,
+    discard,
+    is_of_test,
+    left_ones,
+    loses_writes,
+    renew_connections,
+    what_is_left,
+)
 from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.own_threads import has_running_loop
+from pgdefer.errors import PgDeferError
 from pgdefer.tasks.context import JobContext, running_job
 
 __all__ = ["around_job", "atomic_handler", "without_connection"]
@@ -27,42 +41,103 @@ __all__ = ["around_job", "atomic_handler", "without_connection"]
 log = logger("pgdefer.worker")
 
 
-@contextlib.contextmanager
-def around_job(job: JobContext) -> Iterator[None]:
+def around_job(job: JobContext) -> AbstractContextManager[None] | AbstractAsyncContextManager[None]:
     """Give a handler working connections, and close those that should not be kept.
 
     Each coroutine has its own thread for the code that Django runs in threads, as a request has;
     in a test of the queue all code uses the test's connection.
     """
     if job.client.stand_in is not None:
-        yield
-    else:
-        with _own_thread() if has_running_loop() else _fresh_connections():
-            yield
+        return contextlib.nullcontext()
+    return _own_thread() if has_running_loop() else _fresh_connections(job)
+
+
+# Whether this is around another job of the same call: those of a batch have one handler.
+_is_inner = contextvars.ContextVar("_is_inner", default=False)
 
 
 @contextlib.contextmanager
-def _fresh_connections() -> Iterator[None]:
+def _fresh_connections(job: JobContext) -> Iterator[None]:
+    is_inner = _is_inner.get()
+    if not is_inner:
+        _discard_left(job)
+    # Of a batch: the middleware of another job may have begun a transaction.
+    others = {connection.alias for connection in left_ones()}
     renew_connections()
+    token = _is_inner.set(True)
     try:
         yield
+        _check_none_is_lost(_lost(others))
     finally:
+        _is_inner.reset(token)
+        if not is_inner:
+            _discard_left(job)
         close_connections()
 
 
-@contextlib.contextmanager
-def _own_thread() -> Iterator[None]:
+def _discard_left(job: JobContext) -> None:
+    """Close what a handler has left in a transaction, which would swallow all later writes."""
+    for connection in left_ones():
+        said = "%r: the connection to the database %r is closed, as it was left %s"
+        what = what_is_left(connection)
+        log.warning(said, job, connection.alias, what, extra=job._log_fields())
+        try:
+            discard(connection)
+        except Error:
+            log.debug("a connection could not be closed", exc_info=True)
+
+
+def _lost(others: Collection[str] = ()) -> list[str]:
+    """Return the databases on which this thread has an open transaction that has written."""
+    lost = [one.alias for one in left_ones() if one.alias not in others and loses_writes(one)]
+    return sorted(lost)
+
+
+def _check_none_is_lost(lost: list[str]) -> None:
+    if lost:
+        raise PgDeferError(
+            "the handler left a transaction open on the database "
+            f"{', '.join(map(repr, lost))}: its writes are rolled back"
+        )
+
+
+# For how long a coroutine's end waits for code of its that still runs in its thread, in seconds.
+_PATIENCE = 1.0
+
+
+@contextlib.asynccontextmanager
+async def _own_thread() -> AsyncIterator[None]:
     """Do the same as asgiref's ThreadSensitiveContext, and close the thread's connections."""
+    of_thread, executors = (
+        SyncToAsync.thread_sensitive_context,
+        SyncToAsync.context_to_thread_executor,
+    )
+    if _is_inner.get():
+        yield
+        await _check_thread(executors.get(of_thread.get()))
+        return
     context = ThreadSensitiveContext()
-    token = SyncToAsync.thread_sensitive_context.set(context)
+    tokens = of_thread.set(context), _is_inner.set(True)
     try:
         yield
+        await _check_thread(executors.get(context))
     finally:
-        SyncToAsync.thread_sensitive_context.reset(token)
-        executor = SyncToAsync.context_to_thread_executor.pop(context, None)
+        of_thread.reset(tokens[0])
+        _is_inner.reset(tokens[1])
+        executor = executors.pop(context, None)
         if executor is not None:
             executor.submit(connections.close_all)
             executor.shutdown(wait=False)
+
+
+async def _check_thread(executor: Executor | None) -> None:
+    """Check what the coroutine has left; its thread may not have ended if it was not awaited."""
+    if executor is None:
+        return
+    asked = asyncio.wrap_future(executor.submit(_lost))
+    done, _ = await asyncio.wait([asked], timeout=_PATIENCE)
+    if done:
+        _check_none_is_lost(asked.result())
 
 
 @contextlib.contextmanager
@@ -74,8 +149,7 @@ def atomic_handler(alias: str) -> Iterator[Any]:
     """
     connection = connections[alias]
     if connection.in_atomic_block:
-        is_test = connection.atomic_blocks[0]._from_testcase  # type: ignore[attr-defined]
-        with transaction.atomic(using=alias, durable=not is_test):
+        with transaction.atomic(using=alias, durable=not is_of_test(connection)):
             yield connection
         return
     _open(connection)
@@ -87,12 +161,15 @@ def atomic_handler(alias: str) -> Iterator[Any]:
     try:
         with transaction.atomic(using=alias, durable=True):
             yield connection
+            if connection.savepoint_ids:  # this block's end would be that of the other one
+                raise PgDeferError("the handler has left a block of atomic() open")
     except Exception as error:
         if driver.closed:
             error.connection_invalidated = True  # type: ignore[attr-defined]
         raise
     finally:
-        if not driver.closed:
+        # In one that a handler has left open it can't be set; the worker closes that.
+        if driver.info.transaction_status == TransactionStatus.IDLE:
             driver.isolation_level = isolation
 
 

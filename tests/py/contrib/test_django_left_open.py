@@ -1,0 +1,240 @@
+"""What a handler leaves on Django's connections: a job that loses its writes fails."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from asgiref.sync import sync_to_async
+from django.db import connection, connections, transaction
+from shop.models import Order
+
+from pgdefer import JobContext, Retry, RetryLater
+from pgdefer.contrib.django.application import DjangoApp
+from pgdefer.contrib.django.models import Job
+from pgdefer.tasks.batch import BatchJob
+
+pytestmark = [pytest.mark.client, pytest.mark.usefixtures("own_tasks")]
+
+LOST = (
+    "PgDeferError: the handler left a transaction open on the database 'default': "
+    "its writes are rolled back"
+)
+
+
+def order(customer: str = "Ann") -> Order:
+    return Order.objects.create(customer=customer, total=1)
+
+
+def customers() -> list[str]:
+    return sorted(Order.objects.values_list("customer", flat=True))
+
+
+def ends() -> list[tuple[str, str | None]]:
+    return list(Job.objects.order_by("id").values_list("state", "error"))
+
+
+def no_autocommit() -> None:
+    transaction.set_autocommit(False)
+
+
+def open_block() -> None:
+    transaction.atomic().__enter__()
+
+
+def broken_block() -> None:
+    transaction.atomic().__enter__()
+    with contextlib.suppress(Exception), connection.cursor() as cursor:
+        cursor.execute("select 1/0")
+
+
+def closed_block() -> None:
+    open_block()
+    order("closed")
+    connection.close()
+
+
+def begin() -> None:
+    with connection.cursor() as cursor:
+        cursor.execute("begin")
+
+
+WAYS = [no_autocommit, open_block, broken_block, closed_block, begin]
+
+
+@pytest.fixture(params=[0, None], ids=["closing", "persistent"])
+def max_age(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(connections.settings["default"], "CONN_MAX_AGE", request.param)
+
+
+@pytest.mark.parametrize("leave", WAYS, ids=lambda way: way.__name__)
+def test_the_next_jobs_find_a_good_connection(
+    app: DjangoApp,
+    drain: Callable[..., None],
+    max_age: None,
+    caplog: pytest.LogCaptureFixture,
+    leave: Callable[[], None],
+) -> None:
+    @app.task(name="leaves", retry=Retry(1))
+    def leaves() -> None:
+        leave()
+        if leave not in (broken_block, closed_block):
+            Order.objects.count()
+        raise ValueError("as it is")
+
+    @app.task(name="writes", retry=Retry(1))
+    def writes() -> None:
+        order("plain")
+
+    @app.task(name="writes_once", retry=Retry(1), transactional=True)
+    def writes_once() -> None:
+        order("transactional")
+
+    first = leaves.defer()
+    writes.defer()
+    writes_once.defer()
+    with caplog.at_level(logging.WARNING, "pgdefer.worker"):
+        drain(concurrency=1)
+    assert ends() == [("failed", "ValueError: as it is"), ("succeeded", None), ("succeeded", None)]
+    assert customers() == ["plain", "transactional"]
+    (said,) = [record for record in caplog.records if "connection" in record.getMessage()]
+    assert "'default' is closed, as it was left " in said.getMessage()
+    assert (said.id, said.task) == (first.id, "leaves")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("how", ["return", "later"])
+@pytest.mark.parametrize("leave", WAYS, ids=lambda way: way.__name__)
+def test_a_job_whose_writes_are_lost_has_failed(
+    app: DjangoApp, drain: Callable[..., None], leave: Callable[[], None], how: str
+) -> None:
+    @app.task(name="leaves", retry=Retry(1))
+    def leaves() -> None:
+        leave()
+        if leave not in (broken_block, closed_block):
+            order("lost")
+        if how == "later":
+            raise RetryLater
+
+    leaves.defer()
+    drain(concurrency=1)
+    assert ends() == [("failed", LOST)]
+    assert customers() == []
+
+
+def test_a_job_that_has_lost_nothing_has_succeeded(
+    app: DjangoApp, drain: Callable[..., None]
+) -> None:
+    @app.task(name="reads", retry=Retry(1))
+    def reads() -> None:
+        order("before")
+        transaction.set_autocommit(False)
+        Order.objects.count()
+
+    @app.task(name="commits", retry=Retry(1))
+    def commits() -> None:
+        transaction.set_autocommit(False)
+        order("committed")
+        transaction.commit()
+
+    reads.defer()
+    commits.defer()
+    reads.defer()
+    drain(concurrency=1)
+    assert ends() == [("succeeded", None)] * 3
+    assert customers() == ["before", "before", "committed"]
+
+
+def test_a_coroutine_fails_too(app: DjangoApp, drain: Callable[..., None]) -> None:
+    @app.task(name="leaves", retry=Retry(1))
+    async def leaves() -> None:
+        await sync_to_async(open_block)()
+        await Order.objects.acreate(customer="lost", total=1)
+
+    @app.task(name="writes", retry=Retry(1))
+    async def writes() -> None:
+        await Order.objects.acreate(customer="kept", total=1)
+
+    leaves.defer()
+    writes.defer()
+    drain(concurrency=1)
+    assert ends() == [("failed", LOST), ("succeeded", None)]
+    assert customers() == ["kept"]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_all_jobs_of_a_batch_fail(
+    app: DjangoApp, drain: Callable[..., None], is_async: bool
+) -> None:
+    batch_task: Any = app.task
+
+    def leave() -> None:
+        open_block()
+        order("lost")
+
+    if is_async:
+
+        @batch_task(name="batch", retry=Retry(1), batch=10)  # type: ignore[untyped-decorator]
+        async def batch_async(jobs: list[BatchJob[Any]]) -> None:
+            del jobs
+            await sync_to_async(leave)()
+
+    else:
+
+        @batch_task(name="batch", retry=Retry(1), batch=10)  # type: ignore[untyped-decorator]
+        def batch(jobs: list[BatchJob[Any]]) -> None:
+            del jobs
+            leave()
+
+    for _ in range(3):
+        app.defer("batch")
+    drain(concurrency=10)
+    assert ends() == [("failed", LOST)] * 3
+    assert customers() == []
+
+
+def test_a_block_of_a_middleware_is_not_the_handlers(
+    app: DjangoApp, drain: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    batch_task: Any = app.task
+
+    @contextlib.contextmanager
+    def around(_job: JobContext) -> Iterator[None]:
+        with transaction.atomic():
+            yield
+
+    @batch_task(name="batch", retry=Retry(1), batch=10, middleware=[around])  # type: ignore[untyped-decorator]
+    def batch(jobs: list[BatchJob[Any]]) -> None:
+        order(f"of {len(jobs)}")
+
+    for _ in range(3):
+        app.defer("batch")
+    with caplog.at_level(logging.WARNING, "pgdefer.worker"):
+        drain(concurrency=10)
+    assert ends() == [("succeeded", None)] * 3
+    assert customers() == ["of 3"]
+    assert not [record for record in caplog.records if "connection" in record.getMessage()]
+
+
+def test_a_transactional_handler_may_leave_no_block(
+    app: DjangoApp, drain: Callable[..., None]
+) -> None:
+    @app.task(name="leaves", retry=Retry(1), transactional=True)
+    def leaves() -> None:
+        open_block()
+        order("lost")
+
+    @app.task(name="writes_once", retry=Retry(1), transactional=True)
+    def writes_once() -> None:
+        order("kept")
+
+    leaves.defer()
+    writes_once.defer()
+    drain(concurrency=1)
+    assert ends() == [
+        ("failed", "PgDeferError: the handler has left a block of atomic() open"),
+        ("succeeded", None),
+    ]
+    assert customers() == ["kept"]
