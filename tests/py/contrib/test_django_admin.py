@@ -366,3 +366,15 @@ def test_selected_rows_that_can_not_be(app: DjangoApp) -> None:
     assert do(admin, "hold_jobs", id, "9" * 30).status_code == 200
     assert Job.objects.get().state == "held"
     assert not Queue.objects.filter(paused_until__isnull=False)
+
+
+@pytest.mark.parametrize(("model", "action"), [("job", "hold_jobs"), ("queue", "pause")])
+def test_no_action_is_for_all_rows(app: DjangoApp, model: str, action: str) -> None:
+    """A list shows a part, and all would be more than its filters let through."""
+    admin = browser("change_job", "change_queue")
+    ids = [app.defer("t", queue=name).id for name in ("a", "b")]
+    form = {"action": action, "_selected_action": [ids[0] if model == "job" else "a"]}
+    answer = admin.post(f"/admin/pgdefer/{model}/?queue=a", {**form, "select_across": "1"})
+    assert answer.status_code == 400
+    assert not Job.objects.filter(state="held").exists()
+    assert not Queue.objects.filter(paused_until__isnull=False).exists()
