@@ -214,6 +214,9 @@ def test_the_checks_find_what_is_wrong(
     assert found.hint == "manage.py migrate --database jobs"
     connections["jobs"].close()
     del connections["jobs"]
+    use(server, "no_such_database")
+    assert messages({}, databases=["default"]) == ["pgdefer.W003"]
+    assert "no_such_database" in check_database(databases=["default"])[0].msg
     use(server, "django")
 
 

@@ -89,7 +89,8 @@ def test_a_task_is_enqueued_and_run(shop: str, drain: Callable[..., None]) -> No
     assert again.enqueued_at < again.started_at == again.last_attempted_at < again.finished_at
     with pytest.raises(TaskResultMismatch):
         send.get_result(result.id)
-    for id in ("7777", "abc", "-1", str(2**70), f" {result.id}", f"0_{result.id}", "\u0661"):
+    assert add.get_result(int(result.id)).id == result.id
+    for id in ("7777", "abc", "-1", str(2**70), f" {result.id}", f"0_{result.id}", "\u0661", None):
         with pytest.raises(TaskResultDoesNotExist):
             add.get_result(id)
 

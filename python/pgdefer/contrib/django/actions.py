@@ -75,7 +75,7 @@ class HidingAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Return a row; the database can't even be asked for one whose key contains NUL."""
         return None if "\0" in object_id else super().get_object(request, object_id, from_field)
 
-    def response_action(self, request: HttpRequest, queryset: Any) -> Any:
+    def response_action(self, request: HttpRequest, *given: Any, **named: Any) -> Any:
         """Act on rows, unless the form names one by what is no key, or asks for all.
 
         No list offers that: it shows a part, and all would be more than its filters let through.
@@ -83,7 +83,7 @@ class HidingAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if request.POST.get("select_across", "0") != "0":
             raise BadRequest("Actions are for selected rows, not for all")
         try:
-            return super().response_action(request, queryset)
+            return super().response_action(request, *given, **named)
         except (ValueError, DataError) as error:  # an action shows its own errors
             raise BadRequest(f"This selection can't be read: {error}") from error
 

@@ -140,10 +140,11 @@ class PgDeferBackend(BaseTaskBackend):
 
     def get_result(self, result_id: str) -> TaskResult:
         """Return the result of a task. Raises TaskResultDoesNotExist."""
-        if not (result_id.isascii() and result_id.isdecimal()):
+        text = str(result_id)  # a pgdefer.Job has a number
+        if not (text.isascii() and text.isdecimal()):
             raise TaskResultDoesNotExist(result_id)
         try:
-            job = Job.objects.get(id=job_id(int(result_id)))
+            job = Job.objects.get(id=job_id(int(text)))
         except (ValueError, Job.DoesNotExist) as error:
             raise TaskResultDoesNotExist(result_id) from error
         known = self.task_of(job.task)

@@ -20,6 +20,7 @@ from pgdefer.contrib.django import conf
 from pgdefer.database import sql
 from pgdefer.database.callers import rows_on_django
 from pgdefer.database.install import is_at_least, offered_version
+from pgdefer.errors import IncompatibleClient, NotInstalled, describe, translate
 from pgdefer.options import JobOptions
 from pgdefer.tasks.handling import Execution, FailurePolicy
 from pgdefer.tasks.option_checks import check_options
@@ -100,7 +101,10 @@ def check_database(
         return []
     try:
         ((_, tables),) = rows_on_django(connections[alias], sql.VERSION, {})
-    except DatabaseError:
+    except DatabaseError as error:
+        if not isinstance(translate(error), NotInstalled | IncompatibleClient):
+            text = f"the queue of the database {alias!r} can't be read: {describe(error)}"
+            return [checks.Warning(text, id="pgdefer.W003")]
         tables = None
     if tables is None:
         text = f"the queue is not installed in the database {alias!r}"
