@@ -3,12 +3,13 @@
 --
 -- ordered: the first member by id has the turn, and keeps it until it has ended, even while it waits. The
 -- search for the next member starts after the id of the one that ended, so that dead rows before it cost
--- nothing. Two searches have no id to start after, and read all dead rows of a lock: for the last member, once
--- for each lock that an admission finds empty (_join_locks), and for the first one of a mixed lock, at each
--- end (_next_mixed). A job is late if it joins when a member with a greater id exists (its transaction committed late,
--- it is retried, or the other took the lock on a retry). It comes before the members that wait, and takes the
--- turn of a younger one unless that one runs (_give_turn_to_older). is_late keeps it findable until it has
--- had its turn.
+-- nothing. Two searches have no id to start after, and read all dead rows of a lock: _join_locks looks for
+-- the last member, once in each admission that finds the lock empty; _next_mixed looks for the first one of a
+-- mixed lock at each end.
+-- A job is late if it joins when a member with a greater id exists (its transaction committed late, it is
+-- retried, or the other took the lock on a retry). It comes before the members that wait, and takes the turn
+-- of a younger one unless that one runs (_give_turn_to_older). is_late keeps it findable until it has had its
+-- turn.
 -- mutex: a member that never waits for its turn. It takes the semaphore 'm' || lock (admit/slots.sql), and so
 -- do ordered jobs of a mixed lock, which is a lock with mutex members. An ordered job waits for every older
 -- member, so in a mixed lock only the first of all members can have the turn.

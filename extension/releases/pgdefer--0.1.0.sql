@@ -7857,12 +7857,13 @@ end $$;
 --
 -- ordered: the first member by id has the turn, and keeps it until it has ended, even while it waits. The
 -- search for the next member starts after the id of the one that ended, so that dead rows before it cost
--- nothing. Two searches have no id to start after, and read all dead rows of a lock: for the last member, once
--- for each lock that an admission finds empty (_join_locks), and for the first one of a mixed lock, at each
--- end (_next_mixed). A job is late if it joins when a member with a greater id exists (its transaction committed late,
--- it is retried, or the other took the lock on a retry). It comes before the members that wait, and takes the
--- turn of a younger one unless that one runs (_give_turn_to_older). is_late keeps it findable until it has
--- had its turn.
+-- nothing. Two searches have no id to start after, and read all dead rows of a lock: _join_locks looks for
+-- the last member, once in each admission that finds the lock empty; _next_mixed looks for the first one of a
+-- mixed lock at each end.
+-- A job is late if it joins when a member with a greater id exists (its transaction committed late, it is
+-- retried, or the other took the lock on a retry). It comes before the members that wait, and takes the turn
+-- of a younger one unless that one runs (_give_turn_to_older). is_late keeps it findable until it has had its
+-- turn.
 -- mutex: a member that never waits for its turn. It takes the semaphore 'm' || lock (admit/slots.sql), and so
 -- do ordered jobs of a mixed lock, which is a lock with mutex members. An ordered job waits for every older
 -- member, so in a mixed lock only the first of all members can have the turn.
@@ -16849,9 +16850,9 @@ end $$;
 -- While a limited job is ready, at most p_at_once are claimed: it would hold its slot while it waits.
 -- Locks: as fetch.
 -- Why no wake-up is lost: a call that finds nothing has looked under the admission lock, or another session
--- holds that lock and looks. Rows that others hold are theirs to finish or to hand over. Which lanes were
--- claimed from only says where a look for a higher low mark is worth it: _raise_marks reads lane and jobs anew,
--- under the admission lock.
+-- holds that lock and looks. Rows that others hold are theirs to finish or to hand over.
+-- The lanes claimed from only say where a look for a higher low mark is worth it: _raise_marks reads lane and
+-- jobs anew, under the admission lock.
 -- In one piece: each round of the loop passes all its variables to the next.
 create or replace function queue._claim_loop(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_may_wait boolean, p_now timestamptz, p_ids bigint[],

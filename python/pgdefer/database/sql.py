@@ -782,6 +782,9 @@ DEMO_FOLDERS = Statement("""
     select count(*), sum(files), sum(bytes) from pgdefer_demo.folder
 """)
 
+# Whether the present transaction has written anything.
+HAS_WRITTEN = Statement("select pg_current_xact_id_if_assigned() is not null")
+
 # What the role lacks for pg_dump of the queue, and for pg_restore; NULL: nothing.
 MAY_DUMP = Statement("""
     select min('table ' || n.nspname || '.' || c.relname)

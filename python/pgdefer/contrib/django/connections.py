@@ -13,8 +13,9 @@ from django.db import connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
-from psycopg.rows import scalar_row
 
+from pgdefer.database import sql
+from pgdefer.database.execute import execute
 from pgdefer.database.pool import is_usable
 from pgdefer.database.source import DEFAULTS, Source, of_libpq
 
@@ -122,9 +123,7 @@ def loses_writes(connection: BaseDatabaseWrapper) -> bool:
         return bool(connection.in_atomic_block)
     if status == TransactionStatus.INTRANS:
         try:
-            with psycopg.Cursor(driver, row_factory=scalar_row) as cursor:
-                cursor.execute("select pg_current_xact_id_if_assigned() is not null")
-                return bool(cursor.fetchone())
+            return bool(execute(driver, sql.HAS_WRITTEN, {})[0][0])
         except psycopg.Error:
             return True
     if status == TransactionStatus.INERROR:
