@@ -27,6 +27,8 @@ makes a process import anything. NaN and infinities are refused.
 from __future__ import annotations
 
 import base64
+import collections
+import contextlib
 import dataclasses
 import datetime as dt
 import enum
@@ -38,7 +40,7 @@ import sys
 import types
 import uuid
 import zoneinfo
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
@@ -300,11 +302,13 @@ class Codec:
     def decode_stored(self, stored: str) -> Any:
         """Decode a jsonb as loaded by a worker's connection: see `unwrap`."""
         value = unwrap(stored)
-        return self.decode(value) if TAG in stored else value
+        with _depth():
+            return self.decode(value) if TAG in stored else value
 
     async def decode_stored_async(self, stored: str) -> Any:
         """Decode a stored value with types whose decode is `async def`."""
-        return await self.decode_async(unwrap(stored))
+        with _depth():
+            return await self.decode_async(unwrap(stored))
 
     def how(self, text: str) -> str:
         """Return how JSON text must be decoded: anywhere, in a thread, or by `decode_async`."""
@@ -361,6 +365,34 @@ class Codec:
             # The error would quote the value, which may be a secret.
             raise DecodeError(f"{tag}: {type(error).__name__}: the value is malformed") from None
         raise DecodeError(f"unknown tag {tag!r}", hint="Register its type with app.codec.register.")
+
+
+@contextlib.contextmanager
+def _depth() -> Iterator[None]:
+    try:
+        yield
+    except RecursionError:
+        raise DecodeError("the value is nested too deeply") from None
+
+
+def _check_hashes(keys: Iterable[Any]) -> None:
+    """Raise DecodeError for keys that would collide: a set of n of them takes n * n steps.
+
+    Texts can't be chosen so, as Python salts their hashes; numbers can.
+    """
+    ((_, most),) = collections.Counter(map(hash, keys)).most_common(1) or [(0, 0)]
+    if most > _MOST_ALIKE:
+        raise DecodeError(f"a set or dict has {most} keys with one hash")
+
+
+def _set(value: list[Any]) -> set[Any]:
+    _check_hashes(value)
+    return set(value)
+
+
+def _dict(value: list[Any]) -> dict[Any, Any]:
+    _check_hashes(key for key, _ in value)
+    return {key: item for key, item in value}  # noqa: C416 (checks the pairs)
 
 
 async def _guarded(tag: str, awaitable: Awaitable[Any]) -> Any:
@@ -546,6 +578,8 @@ _ENCODERS: dict[type, Encoder] = {
     bytes: lambda value: _tagged("bytes", _base64(value)),
     bytearray: lambda value: _tagged("bytearray", _base64(value)),
 }
+# How many keys of one hash a set or dict may have: by chance there are few.
+_MOST_ALIKE = 100
 _SEQUENCES = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _SPECIAL: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "datetime": lambda value, whole: _unzoned(dt.datetime.fromisoformat(value), whole),
@@ -564,9 +598,9 @@ _DECODERS: dict[str, Decoder] = {
     "bytes": _unbase64,
     "bytearray": lambda value: bytearray(_unbase64(value)),
     "tuple": tuple,
-    "set": set,
-    "frozenset": frozenset,
-    "dict": lambda value: {key: item for key, item in value},  # noqa: C416 (checks the pairs)
+    "set": _set,
+    "frozenset": lambda value: frozenset(_set(value)),
+    "dict": _dict,
 }
 
 # The tags of values that `raw` decodes.

@@ -237,6 +237,31 @@ def test_what_is_not_ours_is_refused(stored: str, message: str) -> None:
         Codec().loads(stored)
 
 
+@pytest.mark.parametrize("tag", ["set", "frozenset", "dict"])
+def test_keys_of_one_hash_are_refused(tag: str) -> None:
+    """A set of a million of them would take hours."""
+    numbers = [(2**61 - 1) * n for n in range(1_000_000)]
+    items = [[number, 0] for number in numbers] if tag == "dict" else numbers
+    with pytest.raises(DecodeError, match="1000000 keys with one hash"):
+        Codec().decode({"__pgdefer__": tag, "value": items})
+    few = dict.fromkeys(numbers[:100], 0)
+    assert Codec().loads(Codec().dumps(few)) == few
+
+
+async def test_depth_is_refused() -> None:
+    tagged = json.loads('{"__pgdefer__": "tuple", "value": [1]}')
+    for _ in range(900):
+        tagged = [tagged]
+    stored = json.dumps(tagged)
+    with pytest.raises(DecodeError, match="nested too deeply"):
+        Codec().loads(stored)
+    stored = "\x01" + stored  # as a worker's connection reads jsonb
+    with pytest.raises(DecodeError, match="nested too deeply"):
+        Codec().decode_stored(stored)
+    with pytest.raises(DecodeError, match="nested too deeply"):
+        await Codec().decode_stored_async(stored)
+
+
 class Money:
     def __init__(self, amount: Decimal) -> None:
         self.amount = amount
