@@ -33,6 +33,9 @@ def test_it_serves_the_database_of_pgdefer_dsn_and_says_where(
 ) -> None:
     with served(environment | {"PGDEFER_DSN": dsn}) as (address, _):
         assert "Log out" in log_in(address)
+        # by a name that another site lets resolve to this machine
+        with visitor(address, headers={"host": "evil.example"}) as client:
+            assert client.get("/login").status_code == 400
 
 
 def test_it_serves_the_embedded_server_if_nothing_names_another(

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 import uvicorn
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from pgdefer._text import escaped
 from pgdefer.database.source import Source
@@ -46,9 +47,11 @@ def web(  # noqa: PLR0917 (typer passes them by name)
         raise typer.BadParameter(escaped(str(error))) from error
     if source.kind == "embedded" and not no_password:
         raise typer.BadParameter("the embedded server requires no password: add --no-password")
-    application = asgi(source.conninfo(), role_header=role_header, needs_password=not no_password)
+    page = asgi(source.conninfo(), role_header=role_header, needs_password=not no_password)
+    # Else a site whose name resolves to this machine could log in from its visitors' browsers.
+    hosts = [*LOCAL, "[::1]"] if no_password else ["*"]
     uvicorn.run(
-        application,
+        TrustedHostMiddleware(page, hosts),
         host=host,
         port=port,
         root_path=root_path,

@@ -55,6 +55,8 @@ OTHER_SITE = "The form comes from another site."
 OUT_OF_DATE = "This form is out of date. Open the page again."
 STATIC = {"page.css": "text/css", "page.js": "text/javascript"}
 LONGEST_ROLE = 63  # bytes
+# Bytes of a form that needs no login: to parse it takes the event loop's time.
+LARGEST_LOGIN = 16_384
 Handler = Callable[[Visit], Response]
 
 
@@ -231,7 +233,7 @@ class Page:
         if request.method != "POST":
             is_ended = "ended" in request.query_params
             return _login_page(request, "Your session has ended. Log in again." if is_ended else "")
-        form = await read_form(request)
+        form = await read_form(request, LARGEST_LOGIN)
         token = request.cookies.get(LOGIN_COOKIE, "")
         if (
             not _is_own(request)
@@ -279,7 +281,7 @@ class Page:
     async def _logout(self, request: Request) -> Response:
         if not _is_own(request):
             return error_page(request, 403, OTHER_SITE)
-        form = await read_form(request)
+        form = await read_form(request, LARGEST_LOGIN)
         session = self._sessions.get(request.cookies.get(COOKIE, ""))
         if session is None:
             return self._to_login(request)

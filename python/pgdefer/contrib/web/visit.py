@@ -105,12 +105,12 @@ def whole(value: str) -> int:
     return int(value)
 
 
-async def read_form(request: Request) -> Form:
-    """Return the fields of a form, unless it is too large."""
+async def read_form(request: Request, largest: int = LARGEST_FORM) -> Form:
+    """Return the fields of a form, unless it has more bytes."""
     body = bytearray()
     async for part in request.stream():
         body += part
-        if len(body) > LARGEST_FORM:
+        if len(body) > largest:
             raise TooLarge
     return form_of(body, 2_000)
 
