@@ -73,6 +73,8 @@ class SleepListener(NotifyConnection):
         self.is_first = False
         self._look_after = 0.0
         self._look: asyncio.TimerHandle | None = None
+        self._pause: asyncio.TimerHandle | None = None
+        self._no_pause_before = 0.0
 
     async def before_sleep(
         self, worker: int, queues: Sequence[str] | None, options: str | None = None
@@ -145,13 +147,26 @@ class SleepListener(NotifyConnection):
 
     def _heard(self, channel: str, payload: str) -> None:
         if channel != "pgdefer" and payload == "pause":
-            self._on_pause()
+            self._heard_of_pause()
         elif channel != "pgdefer" and payload != "sleep":
             self._on_message()
         elif channel != "pgdefer" or not self._look_after:
             self._on_work()
         elif self._look is None:
             self._look = asyncio.get_running_loop().call_later(self._look_after, self._look_now)
+
+    def _heard_of_pause(self) -> None:
+        """Tell of it at once, but only once a second: any role can send this message."""
+        loop = asyncio.get_running_loop()
+        if self._pause is None and loop.time() >= self._no_pause_before:
+            self._tell_of_pause()
+        elif self._pause is None:
+            self._pause = loop.call_at(self._no_pause_before, self._tell_of_pause)
+
+    def _tell_of_pause(self) -> None:
+        self._pause = None
+        self._no_pause_before = asyncio.get_running_loop().time() + 1
+        self._on_pause()
 
     def _look_now(self) -> None:
         self._look = None

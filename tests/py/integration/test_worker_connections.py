@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, Self
@@ -150,6 +151,31 @@ async def test_going_to_sleep_while_the_connection_is_cut(
     ).fetchall()
     assert held == [(listener._connection.info.backend_pid,)]
     listener.close()
+
+
+async def test_jobs_run_beside_a_flood_of_pauses(app: App, dsn: str, conn: Connection) -> None:
+    """Any role can send what queue.pause sends."""
+
+    @app.task(name="short")
+    async def short() -> None:
+        await asyncio.sleep(0.02)
+
+    def flood() -> None:
+        every = "select pg_notify('pgdefer_worker_' || w.id, 'pause') from queue.workers w"
+        with psycopg.connect(dsn, autocommit=True) as other:
+            while not has_ended.is_set():
+                other.execute(every)
+
+    has_ended = threading.Event()
+    await short.defer_many_async([{}] * 200)
+    flooding = asyncio.create_task(asyncio.to_thread(flood))
+    rest = "select from queue.jobs where state <> 'succeeded'"
+    try:
+        async with running(app, concurrency=2):
+            await until(lambda: conn.execute(rest).fetchone() is None, 120)
+    finally:
+        has_ended.set()
+        await flooding
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
