@@ -12,6 +12,7 @@ begin
   perform queue._check_role(grant_access.role);
   perform queue._grants(grant_access.kind);
   perform queue._check_list('queues', grant_access.queues);
+  perform queue._check_are_few(grant_access.queues);
   if grant_access.queues = '{}' then
     perform queue._invalid('queues is empty',
       'Name queues or prefix* patterns; pass NULL for all.');

@@ -19,12 +19,30 @@ begin
     or '' = any (p_queues) then
     perform queue._invalid('queues is empty or contains NULL',
       'Name queues, prefix* patterns or *; pass NULL for all.');
-  elsif not exists (select from unnest(p_queues) q where right(q, 1) = '*') then
+  end if;
+  if cardinality(p_queues) > 100 then
+    perform queue._check_are_few(p_queues);
+  end if;
+  if not exists (select from unnest(p_queues) q where right(q, 1) = '*') then
     return p_queues;
   end if;
   return array(select distinct l.queue from queue.lane l
                where not l.is_idle and exists (select from unnest(p_queues) q
                  where queue._matches(l.queue, q)));
+end $$;
+
+-- Each pattern is compared with each queue, while others wait for the admission lock.
+-- Raises: 22023 for more than 1,000 names, or 100 patterns.
+create or replace function queue._check_are_few(queues text[])
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if cardinality(queues) > 1000 then
+    perform queue._invalid('queues holds more than 1,000 names',
+      'Use patterns such as prefix*, or pass NULL for all.', 'names: ' || cardinality(queues));
+  elsif (select count(*) from unnest(queues) q where right(q, 1) = '*') > 100 then
+    perform queue._invalid('queues holds more than 100 patterns',
+      'Use shorter patterns, or pass NULL for all.');
+  end if;
 end $$;
 
 -- Whether one of the names is that of a queue that is asked for. A list of 1,000 names was cut, so it counts

@@ -19,7 +19,7 @@ begin
   if array_ndims(p_needs) > 1 or array_position(p_needs, null) is not null then
     perform queue._check_list('needs', p_needs::text[]);
   elsif cardinality(p_needs) > {{most_needs}} then
-    perform queue._invalid('a job has at most {{most_needs}} needs',
+    perform queue._invalid(format('a job has at most %s needs', {{most_needs}}),
       'Put the jobs into a group, and let a callback of the group go on.',
       format('needs: %s', cardinality(p_needs)));
   end if;

@@ -145,7 +145,7 @@ begin
     perform queue._invalid('concurrency must be a list', 'Pass a list of {"key": text, "limit": number}.');
   end if;
   if jsonb_array_length(list) + coalesce(cardinality(keys), 0) > {{most_keys}} then
-    perform queue._invalid('a job has at most {{most_keys}} concurrency keys', 'Name fewer keys.',
+    perform queue._invalid(format('a job has at most %s concurrency keys', {{most_keys}}), 'Name fewer keys.',
       format('keys: %s', jsonb_array_length(list) + coalesce(cardinality(keys), 0)));
   end if;
   for v_item in select jsonb_array_elements(list) loop

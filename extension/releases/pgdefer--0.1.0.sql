@@ -2225,12 +2225,30 @@ begin
     or '' = any (p_queues) then
     perform queue._invalid('queues is empty or contains NULL',
       'Name queues, prefix* patterns or *; pass NULL for all.');
-  elsif not exists (select from unnest(p_queues) q where right(q, 1) = '*') then
+  end if;
+  if cardinality(p_queues) > 100 then
+    perform queue._check_are_few(p_queues);
+  end if;
+  if not exists (select from unnest(p_queues) q where right(q, 1) = '*') then
     return p_queues;
   end if;
   return array(select distinct l.queue from queue.lane l
                where not l.is_idle and exists (select from unnest(p_queues) q
                  where queue._matches(l.queue, q)));
+end $$;
+
+-- Each pattern is compared with each queue, while others wait for the admission lock.
+-- Raises: 22023 for more than 1,000 names, or 100 patterns.
+create or replace function queue._check_are_few(queues text[])
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if cardinality(queues) > 1000 then
+    perform queue._invalid('queues holds more than 1,000 names',
+      'Use patterns such as prefix*, or pass NULL for all.', 'names: ' || cardinality(queues));
+  elsif (select count(*) from unnest(queues) q where right(q, 1) = '*') > 100 then
+    perform queue._invalid('queues holds more than 100 patterns',
+      'Use shorter patterns, or pass NULL for all.');
+  end if;
 end $$;
 
 -- Whether one of the names is that of a queue that is asked for. A list of 1,000 names was cut, so it counts
@@ -3200,6 +3218,7 @@ begin
   perform queue._check_role(grant_access.role);
   perform queue._grants(grant_access.kind);
   perform queue._check_list('queues', grant_access.queues);
+  perform queue._check_are_few(grant_access.queues);
   if grant_access.queues = '{}' then
     perform queue._invalid('queues is empty',
       'Name queues or prefix* patterns; pass NULL for all.');
@@ -4053,7 +4072,7 @@ begin
     perform queue._invalid('concurrency must be a list', 'Pass a list of {"key": text, "limit": number}.');
   end if;
   if jsonb_array_length(list) + coalesce(cardinality(keys), 0) > 100/* most_keys */ then
-    perform queue._invalid('a job has at most 100/* most_keys */ concurrency keys', 'Name fewer keys.',
+    perform queue._invalid(format('a job has at most %s concurrency keys', 100/* most_keys */), 'Name fewer keys.',
       format('keys: %s', jsonb_array_length(list) + coalesce(cardinality(keys), 0)));
   end if;
   for v_item in select jsonb_array_elements(list) loop
@@ -4616,7 +4635,7 @@ begin
   if array_ndims(p_needs) > 1 or array_position(p_needs, null) is not null then
     perform queue._check_list('needs', p_needs::text[]);
   elsif cardinality(p_needs) > 100000/* most_needs */ then
-    perform queue._invalid('a job has at most 100000/* most_needs */ needs',
+    perform queue._invalid(format('a job has at most %s needs', 100000/* most_needs */),
       'Put the jobs into a group, and let a callback of the group go on.',
       format('needs: %s', cardinality(p_needs)));
   end if;
@@ -15422,6 +15441,7 @@ declare
 begin
   perform queue._check_name('name', p_name);
   perform queue._check_list('queues', p_queues);
+  perform queue._check_are_few(p_queues);
   if p_info is null or jsonb_typeof(p_info) <> 'object' then
     perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
   elsif coalesce(jsonb_typeof(p_info -> 'listen'), 'boolean') not in ('boolean', 'null') then

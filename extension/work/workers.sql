@@ -139,6 +139,7 @@ declare
 begin
   perform queue._check_name('name', p_name);
   perform queue._check_list('queues', p_queues);
+  perform queue._check_are_few(p_queues);
   if p_info is null or jsonb_typeof(p_info) <> 'object' then
     perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
   elsif coalesce(jsonb_typeof(p_info -> 'listen'), 'boolean') not in ('boolean', 'null') then

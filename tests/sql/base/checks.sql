@@ -1,6 +1,6 @@
 -- The size of JSON is limited by its text, in every argument. A few bytes may print as very many.
 
-select plan(40);
+select plan(52);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -82,6 +82,15 @@ select is(queue.configure('{}'), '{"max_size": 200000, "unknown_task_grace": "00
 select is(pg_temp.refusal(format('select queue.configure(%L)', options)), '22023 max_size is out of range', options)
 from unnest(array['{"max_size": 99999}', '{"max_size": 268435457}', '{"max_size": 1e131071}', '{"max_size": "much"}', '{"max_size": 100000.5}']) options;
 select is(pg_temp.refusal('select queue.configure(''{"size": 1}'')'), '22023 options has an unknown key', 'nothing else');
+
+-- Lists of queues are short: each pattern is compared with each queue
+create temp table names as
+select n, array(select 'q' || g || case when g <= patterns then '*' else '' end from generate_series(1, n) g) as list
+from (values (1000, 100), (1001, 0), (101, 101)) v (n, patterns);
+select is(pg_temp.refusal(replace(format(call, :worker), 'LIST', '(select list from names where n = ' || n || ')')), said, format('%s names: %s', n, call))
+from (values ('select * from queue.fetch(%s, LIST)'), ('select * from queue.before_sleep(%s, LIST)'), ('select * from queue.peek(LIST, %s)'),
+  ('select queue.register_worker(''w%s'', LIST)')) c (call)
+cross join (values (1000, 'accepted'), (1001, '22023 queues holds more than 1,000 names'), (101, '22023 queues holds more than 100 patterns')) s (n, said);
 select is_empty('select * from queue.check()', 'everything is in order');
 
 select * from finish();
