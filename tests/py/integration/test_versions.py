@@ -127,8 +127,11 @@ async def test_what_an_upgrade_returns_is_checked(app: App, jobs: Jobs) -> None:
 
 
 def test_versions_are_numbers_in_order(app: App) -> None:
-    for options in ({"version": 0}, {"version": 2, "min_version": 3}, {"min_version": 0}):
-        with pytest.raises(ValueError, match="at least 1"):
+    for options in ({"version": 0}, {"min_version": 0}):
+        with pytest.raises(ValueError, match="must be from 1 to"):
+            app.task(**options)(print)  # type: ignore[arg-type]
+    for options in ({"version": 2, "min_version": 3}, {"min_version": 3}):
+        with pytest.raises(ValueError, match="min_version, 3, must not be above version, "):
             app.task(**options)(print)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be an int"):
         app.task(version="2")(print)  # type: ignore[arg-type]
