@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import numbers
 import re
 from collections.abc import (
     AsyncIterator,
@@ -17,6 +18,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from decimal import Decimal
 from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from pgdefer.checks import check_number
@@ -235,10 +237,12 @@ def check_text(what: str, text: object) -> None:
         raise InvalidParameter(f"{what} is too long", detail=f"{size} bytes", hint=hint)
 
 
-def check_progress(percent: object, message: object) -> None:
+def check_progress(percent: Any, message: object) -> None:
     """Raise TypeError or ValueError for what can't be a job's progress."""
     if percent is not None:
-        check_number("percent", percent, (int, float), at_least=0, at_most=100)
+        is_real = isinstance(percent, Decimal | numbers.Real) and not isinstance(percent, bool)
+        rounded = round(float(percent), 2) if is_real else percent  # as the database does
+        check_number("percent", rounded, float, at_least=0, at_most=100)
     if message is not None and not isinstance(message, str):
         raise TypeError(f"message must be text, not {message!r}")
 

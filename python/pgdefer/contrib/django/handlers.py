@@ -49,7 +49,7 @@ def around_job(job: JobContext) -> AbstractContextManager[None] | AbstractAsyncC
     """
     if job.client.stand_in is not None:
         return contextlib.nullcontext()
-    return _own_thread() if has_running_loop() else _fresh_connections(job)
+    return _OwnThread() if has_running_loop() else _fresh_connections(job)
 
 
 # Whether this is around another job of the same call: those of a batch have one handler.
@@ -125,6 +125,29 @@ async def _own_thread() -> AsyncIterator[None]:
         of_thread.reset(tokens[0])
         _is_inner.reset(tokens[1])
         executor = executors.pop(context, None)
+        if executor is not None:
+            executor.submit(connections.close_all)
+            executor.shutdown(wait=False)
+
+
+class _OwnThread:
+    """`_own_thread`; a job of an asynchronous stream enters it by `with`, and is not checked."""
+
+    async def __aenter__(self) -> None:
+        self._checked: Any = _own_thread()
+        await self._checked.__aenter__()
+
+    async def __aexit__(self, *error: object) -> bool | None:
+        is_swallowed: bool | None = await self._checked.__aexit__(*error)
+        return is_swallowed
+
+    def __enter__(self) -> None:
+        self._context = ThreadSensitiveContext()
+        self._token = SyncToAsync.thread_sensitive_context.set(self._context)
+
+    def __exit__(self, *_: object) -> None:
+        SyncToAsync.thread_sensitive_context.reset(self._token)
+        executor = SyncToAsync.context_to_thread_executor.pop(self._context, None)
         if executor is not None:
             executor.submit(connections.close_all)
             executor.shutdown(wait=False)
