@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
@@ -238,3 +239,26 @@ def test_a_transactional_handler_may_leave_no_block(
         ("succeeded", None),
     ]
     assert customers() == ["kept"]
+
+
+def test_a_stream_leaves_the_transaction_of_its_thread_alone(app: DjangoApp) -> None:
+    app.defer("t")
+    with app.stream_jobs(drain=True) as jobs, transaction.atomic():
+        order("before")
+        for job in jobs:
+            with job:
+                order("within")
+    assert customers() == ["before", "within"]
+    assert [state for state, _ in ends()] == ["succeeded"]
+
+
+def test_an_asynchronous_stream(app: DjangoApp) -> None:
+    async def consume() -> None:
+        async with app.stream_jobs(drain=True) as jobs:
+            async for job in jobs:
+                with job:
+                    await sync_to_async(order)("within")
+
+    app.defer("t")
+    asyncio.run(consume())
+    assert customers() == ["within"]

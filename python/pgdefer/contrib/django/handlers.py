@@ -12,7 +12,6 @@ import functools
 import inspect
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
-from concurrent.futures import Executor
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any
 
@@ -35,6 +34,7 @@ from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.own_threads import has_running_loop
 from pgdefer.errors import PgDeferError
 from pgdefer.tasks.context import JobContext, running_job
+from pgdefer.worker.stream import ClaimedJob
 
 __all__ = ["around_job", "atomic_handler", "without_connection"]
 
@@ -58,10 +58,11 @@ _is_inner = contextvars.ContextVar("_is_inner", default=False)
 
 @contextlib.contextmanager
 def _fresh_connections(job: JobContext) -> Iterator[None]:
+    # A stream runs in a thread of the application, whose own transaction may be open.
     is_inner = _is_inner.get()
-    if not is_inner:
+    if not (is_inner or isinstance(job, ClaimedJob)):
         _discard_left(job)
-    # Of a batch: the middleware of another job may have begun a transaction.
+    # In a batch, too: the middleware of another job may have begun one.
     others = {connection.alias for connection in left_ones()}
     renew_connections()
     token = _is_inner.set(True)
@@ -71,13 +72,15 @@ def _fresh_connections(job: JobContext) -> Iterator[None]:
     finally:
         _is_inner.reset(token)
         if not is_inner:
-            _discard_left(job)
+            _discard_left(job, others)
         close_connections()
 
 
-def _discard_left(job: JobContext) -> None:
+def _discard_left(job: JobContext, others: Collection[str] = ()) -> None:
     """Close what a handler has left in a transaction, which would swallow all later writes."""
     for connection in left_ones():
+        if connection.alias in others:
+            continue
         said = "%r: the connection to the database %r is closed, as it was left %s"
         what = what_is_left(connection)
         log.warning(said, job, connection.alias, what, extra=job._log_fields())
@@ -105,41 +108,11 @@ def _check_none_is_lost(lost: list[str]) -> None:
 _PATIENCE = 1.0
 
 
-@contextlib.asynccontextmanager
-async def _own_thread() -> AsyncIterator[None]:
-    """Do the same as asgiref's ThreadSensitiveContext, and close the thread's connections."""
-    of_thread, executors = (
-        SyncToAsync.thread_sensitive_context,
-        SyncToAsync.context_to_thread_executor,
-    )
-    if _is_inner.get():
-        yield
-        await _check_thread(executors.get(of_thread.get()))
-        return
-    context = ThreadSensitiveContext()
-    tokens = of_thread.set(context), _is_inner.set(True)
-    try:
-        yield
-        await _check_thread(executors.get(context))
-    finally:
-        of_thread.reset(tokens[0])
-        _is_inner.reset(tokens[1])
-        executor = executors.pop(context, None)
-        if executor is not None:
-            executor.submit(connections.close_all)
-            executor.shutdown(wait=False)
-
-
 class _OwnThread:
-    """`_own_thread`; a job of an asynchronous stream enters it by `with`, and is not checked."""
+    """Does the same as asgiref's ThreadSensitiveContext, and closes the thread's connections.
 
-    async def __aenter__(self) -> None:
-        self._checked: Any = _own_thread()
-        await self._checked.__aenter__()
-
-    async def __aexit__(self, *error: object) -> bool | None:
-        is_swallowed: bool | None = await self._checked.__aexit__(*error)
-        return is_swallowed
+    A job of an asynchronous stream enters it by `with`, which can't wait for the check at the end.
+    """
 
     def __enter__(self) -> None:
         self._context = ThreadSensitiveContext()
@@ -152,15 +125,37 @@ class _OwnThread:
             executor.submit(connections.close_all)
             executor.shutdown(wait=False)
 
+    async def __aenter__(self) -> None:
+        self._checked: Any = self._own_if_outer()
+        await self._checked.__aenter__()
 
-async def _check_thread(executor: Executor | None) -> None:
+    async def __aexit__(self, *error: object) -> bool | None:
+        is_swallowed: bool | None = await self._checked.__aexit__(*error)
+        return is_swallowed
+
+    @contextlib.asynccontextmanager
+    async def _own_if_outer(self) -> AsyncIterator[None]:
+        with contextlib.nullcontext() if _is_inner.get() else self:
+            token = _is_inner.set(True)
+            try:
+                yield
+                await _check_thread()
+            finally:
+                _is_inner.reset(token)
+
+
+async def _check_thread() -> None:
     """Check what the coroutine has left; its thread may not have ended if it was not awaited."""
+    context = SyncToAsync.thread_sensitive_context.get()
+    executor = SyncToAsync.context_to_thread_executor.get(context)
     if executor is None:
         return
     asked = asyncio.wrap_future(executor.submit(_lost))
     done, _ = await asyncio.wait([asked], timeout=_PATIENCE)
     if done:
         _check_none_is_lost(asked.result())
+    else:
+        asked.cancel()
 
 
 @contextlib.contextmanager
