@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import base64
 import collections
-import contextlib
 import dataclasses
 import datetime as dt
 import enum
@@ -40,7 +39,7 @@ import sys
 import types
 import uuid
 import zoneinfo
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from decimal import Decimal
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
@@ -72,6 +71,7 @@ Encoder = Callable[[Any], Any]
 Decoder = Callable[[Any], Any]
 
 _scan = json.JSONDecoder().raw_decode
+_TOO_DEEP = "the value is nested too deeply"
 
 
 def unwrap(stored: str) -> Any:
@@ -82,7 +82,7 @@ def unwrap(stored: str) -> Any:
     try:
         return _scan(stored, 1)[0]
     except RecursionError:
-        raise DecodeError("the value is nested too deeply") from None
+        raise DecodeError(_TOO_DEEP) from None
     except ValueError as error:
         raise DecodeError(f"the value can't be read: {error}") from error
 
@@ -293,7 +293,7 @@ class Codec:
         try:
             return self.decode(json.loads(text)) if TAG in text else json.loads(text)
         except RecursionError:
-            raise DecodeError("the value is nested too deeply") from None
+            raise DecodeError(_TOO_DEEP) from None
         except ValueError as error:
             if isinstance(error, DecodeError):
                 raise
@@ -302,13 +302,18 @@ class Codec:
     def decode_stored(self, stored: str) -> Any:
         """Decode a jsonb as loaded by a worker's connection: see `unwrap`."""
         value = unwrap(stored)
-        with _depth():
+        try:
             return self.decode(value) if TAG in stored else value
+        except RecursionError as error:
+            raise DecodeError(_TOO_DEEP) from error
 
     async def decode_stored_async(self, stored: str) -> Any:
         """Decode a stored value with types whose decode is `async def`."""
-        with _depth():
-            return await self.decode_async(unwrap(stored))
+        value = unwrap(stored)
+        try:
+            return await self.decode_async(value)
+        except RecursionError as error:
+            raise DecodeError(_TOO_DEEP) from error
 
     def how(self, text: str) -> str:
         """Return how JSON text must be decoded: anywhere, in a thread, or by `decode_async`."""
@@ -365,14 +370,6 @@ class Codec:
             # The error would quote the value, which may be a secret.
             raise DecodeError(f"{tag}: {type(error).__name__}: the value is malformed") from None
         raise DecodeError(f"unknown tag {tag!r}", hint="Register its type with app.codec.register.")
-
-
-@contextlib.contextmanager
-def _depth() -> Iterator[None]:
-    try:
-        yield
-    except RecursionError:
-        raise DecodeError("the value is nested too deeply") from None
 
 
 def _check_hashes(keys: Iterable[Any]) -> None:
