@@ -3560,9 +3560,9 @@ end $$;
 -- Tests: base/install.sql, ../py/compat/test_upgrade.py.
 
 -- Locks: queue.access, against others that install, migrate, grant or revoke (a table that only the owner can
--- lock); queue.active_job, as workers' calls do first; those of a step's DDL. It waits for these for 100 ms
--- at a time, so that defer waits behind it no longer than that, and a hundred times. It does not build a
--- missing large index, but warns of it.
+-- lock); queue.active_job, as workers' calls do first; those of a step's DDL; queue.installation, to set the
+-- version. It waits for these for 100 ms at a time, so that defer waits behind it no longer than that, and a
+-- hundred times. It does not build a missing large index, but warns of it.
 -- Raises: QJ090 if there is no step from the version of the tables, or there are no tables; 55P03 if a
 -- transaction that has used the tables stays open too long.
 create or replace function queue.migrate()

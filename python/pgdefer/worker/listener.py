@@ -23,6 +23,7 @@ from pgdefer.errors import describe
 __all__ = ["OnlyConnection", "Sleep", "SleepListener"]
 
 log = logger("pgdefer.worker")
+PAUSES_AT_ONCE = 10
 
 
 class Sleep(NamedTuple):
@@ -74,7 +75,8 @@ class SleepListener(NotifyConnection):
         self._look_after = 0.0
         self._look: asyncio.TimerHandle | None = None
         self._pause: asyncio.TimerHandle | None = None
-        self._no_pause_before = 0.0
+        # Each pause takes a second of it; it may be ahead of the clock by PAUSES_AT_ONCE.
+        self._pauses_until = 0.0
 
     async def before_sleep(
         self, worker: int, queues: Sequence[str] | None, options: str | None = None
@@ -156,16 +158,19 @@ class SleepListener(NotifyConnection):
             self._look = asyncio.get_running_loop().call_later(self._look_after, self._look_now)
 
     def _heard_of_pause(self) -> None:
-        """Tell of it at once, but only once a second: any role can send this message."""
+        """Tell of it at once, but after some only once a second: any role can send this message."""
+        if self._pause is not None:
+            return
         loop = asyncio.get_running_loop()
-        if self._pause is None and loop.time() >= self._no_pause_before:
-            self._tell_of_pause()
-        elif self._pause is None:
-            self._pause = loop.call_at(self._no_pause_before, self._tell_of_pause)
+        self._pauses_until = max(self._pauses_until, loop.time()) + 1
+        wait = self._pauses_until - loop.time() - PAUSES_AT_ONCE
+        if wait <= 0:
+            self._on_pause()
+        else:
+            self._pause = loop.call_later(wait, self._tell_of_pause)
 
     def _tell_of_pause(self) -> None:
         self._pause = None
-        self._no_pause_before = asyncio.get_running_loop().time() + 1
         self._on_pause()
 
     def _look_now(self) -> None:
