@@ -16,7 +16,7 @@ from pgdefer.tasks.steps import (
     Child,
     check_name,
     check_progress,
-    check_text,
+    check_stored_name,
     ids_of,
     results_of,
 )
@@ -70,7 +70,7 @@ class DurableCalls(StepCalls):
         """
         for what, text in (("signal", signal), ("event", event)):
             if text is not None:
-                check_text(what, text)
+                check_stored_name(what, text)
         length = checked_interval("timeout", timeout)
         with self._step(name, None) as (key, value):
             if key is None:
@@ -162,7 +162,7 @@ class DurableCalls(StepCalls):
 
     def emit(self, stream: str, value: Any) -> int:
         """Append a value to a stream of the job, which `Job.stream` reads; return its number."""
-        check_text("stream", stream)
+        check_stored_name("stream", stream)
         text = self.client.codec.dumps(value)
         parameters = {"id": self.id, "claim": self.claim, "stream": stream, "value": text}
         ((number,),) = self.client.call(sql.EMIT, parameters)

@@ -15,7 +15,7 @@ from pgdefer.tasks.steps import (
     Child,
     check_name,
     check_progress,
-    check_text,
+    check_stored_name,
     ids_of,
     results_of,
 )
@@ -69,7 +69,7 @@ class AsyncDurableCalls(AsyncStepCalls):
         """
         for what, text in (("signal", signal), ("event", event)):
             if text is not None:
-                check_text(what, text)
+                check_stored_name(what, text)
         length = checked_interval("timeout", timeout)
         async with self._step_async(name, None) as (key, value):
             if key is None:
@@ -167,7 +167,7 @@ class AsyncDurableCalls(AsyncStepCalls):
 
     async def emit_async(self, stream: str, value: Any) -> int:
         """Append a value to a stream of the job, which `Job.stream` reads; return its number."""
-        check_text("stream", stream)
+        check_stored_name("stream", stream)
         text = self.client.codec.dumps(value)
         parameters = {"id": self.id, "claim": self.claim, "stream": stream, "value": text}
         ((number,),) = await self.client.call_async(sql.EMIT, parameters)

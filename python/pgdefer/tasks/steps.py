@@ -37,7 +37,7 @@ __all__ = [
     "TakeSteps",
     "check_is_decorator",
     "check_name",
-    "check_text",
+    "check_stored_name",
     "failure_of",
     "ids_of",
     "name_of_step",
@@ -137,7 +137,7 @@ class Steps:
         """
         check_name("name", name)
         if fingerprint is not None:
-            check_text("fingerprint", fingerprint)
+            check_stored_name("fingerprint", fingerprint)
         uses = self._uses.get(name, 0) + 1
         while (key := _numbered(name, uses)) in self._taken:
             uses += 1
@@ -217,10 +217,10 @@ _WITH_NUMBER = re.compile(r"(.+)#(?:[2-9]|[1-9][0-9]{1,8})", re.DOTALL)
 def check_name(what: str, name: object) -> None:
     """Check a step's name. Its number does not count."""
     found = _WITH_NUMBER.fullmatch(name) if isinstance(name, str) and "#" in name else None
-    check_text(what, found[1] if found else name)
+    check_stored_name(what, found[1] if found else name)
 
 
-def check_text(what: str, text: object) -> None:
+def check_stored_name(what: str, text: object) -> None:
     """Raise TypeError or InvalidParameter for a text that the database would refuse as a name.
 
     Lazy steps need that: the database would refuse them later, and others with them.

@@ -16,7 +16,7 @@ from pgdefer.client.client import Client
 from pgdefer.options import checked_interval, checked_mapping, checked_time
 from pgdefer.tasks.context import JobContext, enter_job, leave_job
 from pgdefer.tasks.need import Need
-from pgdefer.tasks.steps import check_progress, check_text
+from pgdefer.tasks.steps import check_progress, check_stored_name
 from pgdefer.tasks.tries import Tries, called_within, called_within_async
 from pgdefer.worker.ending import LOST, STOPPED, TIMED_OUT
 
@@ -103,7 +103,7 @@ class FakeJob(JobContext):
 
     def emit(self, stream: str, value: Any) -> int:
         """Record a value; return its number in the stream."""
-        check_text("stream", stream)
+        check_stored_name("stream", stream)
         self.emitted.append((stream, value))
         return sum(name == stream for name, _ in self.emitted)
 
