@@ -65,7 +65,7 @@ begin
     from (select distinct i.id from unnest(p_ids) i (id)) u
     cross join lateral (
       select j.id, j.state, j.queue, j.priority, j.deadline, j.scheduled_at, j.lock, j.task
-      from queue.jobs j where j.id = u.id offset 0) j);
+      from queue.all_jobs j where j.id = u.id offset 0) j);
 end $$;
 
 -- Appends the row of a call that ended or extended a claim.
@@ -75,7 +75,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._audit_jobs(p_call, p_args || jsonb_build_object('claim', p_claim), array[p_id],
     (select jsonb_build_array(jsonb_build_object('id', j.id, 'state', 'running', 'queue', j.queue))
-     from queue.jobs j where j.id = p_id));
+     from queue.all_jobs j where j.id = p_id));
 end $$;
 
 -- The pauses that a call may end or replace, in the order in which they were set; NULL if there are none.

@@ -26,7 +26,7 @@ begin
     from unnest(v_ids, v_depths) u (id, depth)
     left join lateral (
       select j.id, case when x.is_seen then j.task end as task, case when x.is_seen then j.state end as state
-      from queue.jobs j
+      from queue.all_jobs j
       cross join lateral (select queue._allows(v_allowed, j.queue) as is_seen) x
       where j.id = u.id offset 0) j on true
     left join lateral (

@@ -21,7 +21,7 @@ begin
     select j.id, j.task, j.queue, j.state, j.reason, queue._cut(v_hidden -> j.task, j.args), j.priority,
       j.lock, j.queueing_lock, j.concurrency_key, j.scheduled_at, j.deadline, j.created_at, j.started_at,
       j.finished_at, j.attempts, j.error, j.result, j.description, j.headers, j.parent
-    from queue.jobs j
+    from queue.all_jobs j
     where j.id > coalesce(list_jobs.after, 0) and (v_allowed is null or queue._allows(v_allowed, j.queue))
     order by j.id limit list_jobs.max_jobs;
 end $$;

@@ -69,7 +69,7 @@ begin
       from placed p left join room r on r.queue = p.queue
       where coalesce(p.place <= r.jobs, true)
       order by p.priority desc, p.first_id, p.deadline, p.id limit peek.n) c
-    cross join lateral (select j.* from queue.jobs j where j.id = c.id offset 0) j
+    cross join lateral (select j.* from queue.all_jobs j where j.id = c.id offset 0) j
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
 comment on function queue.peek(text[], integer) is

@@ -16,7 +16,7 @@ begin
   {{if_restricted}}
     perform queue._require_jobs('{producer,worker,operator,reader}', array[result.id]);
   end if;
-  return query select j.state, j.result, j.error from queue.jobs j where j.id = result.id;
+  return query select j.state, j.result, j.error from queue.all_jobs j where j.id = result.id;
   if not found then
     perform queue._job_not_found(result.id);
   end if;
@@ -48,7 +48,7 @@ begin
       select j.id, x.is_seen, j.state, case when x.is_seen then j.task end
         as task, case when x.is_seen then j.result end as result,
         case when x.is_seen then j.error end as error
-      from queue.jobs j cross join lateral (select queue._allows(v_allowed, j.queue) as is_seen) x
+      from queue.all_jobs j cross join lateral (select queue._allows(v_allowed, j.queue) as is_seen) x
       where j.id = d.id offset 0) j on true
     order by d.id;
 end $$;

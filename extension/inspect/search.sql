@@ -138,7 +138,7 @@ begin
       job.description, f.bytes,
       queue._excerpt(p_pattern, p_by, p_path, queue._cut(p_hidden -> job.task, job.args)), null::bigint
     from unnest(p_ids, p_bytes) with ordinality f (id, bytes, n)
-    cross join lateral (select j.* from queue.jobs j where j.id = f.id offset 0) job
+    cross join lateral (select j.* from queue.all_jobs j where j.id = f.id offset 0) job
     where p_state is null or job.state = p_state
     order by f.n;
 end $$;

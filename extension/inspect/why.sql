@@ -14,7 +14,7 @@ begin
   select j.id, j.state, j.reason, j.queue, j.task, j.lock, j.scheduled_at, j.worker_id, j.claim, j.started_at,
     j.finished_at, j.error, w.reason as gate, w.key, w.at, l.kind, aj.id as active_id
   into v_job
-  from queue.jobs j
+  from queue.all_jobs j
   left join queue.waiting w on w.id = j.id
   left join queue.active_job aj on aj.id = j.id
   left join queue.lane l on l.lane = aj.lane
@@ -164,7 +164,7 @@ begin
             from queue.need_now d
             where d.job_id = p_id and d.need_id = n.id) d on true
           order by n.id) d
-    left join lateral (select j.state, j.queue from queue.jobs j where j.id = d.id offset 0) j on true
+    left join lateral (select j.state, j.queue from queue.all_jobs j where j.id = d.id offset 0) j on true
     where queue._allows(v_allowed, j.queue) is false
       or d.is_met is not true
         and case when p_failed
@@ -256,6 +256,6 @@ begin
                else format(' (%s)', j.state)
                  || case when j.finished_at is not null then '; the next fetch or tick passes it on'
                  else '' end end
-     from queue.jobs j where j.id = v_id),
+     from queue.all_jobs j where j.id = v_id),
     format('its lock %s is free; the next fetch or tick passes it on', p_lock));
 end $$;

@@ -315,7 +315,7 @@ returns text language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_state text;
 begin
-  select j.state into v_state from queue.jobs j where j.id = p_id;
+  select j.state into v_state from queue.all_jobs j where j.id = p_id;
   return v_state;
 end $$;
 
@@ -331,7 +331,7 @@ begin
       when u.id in (select unnest(p_unkeyed)) then 'QJ004'
       when u.id not in (select unnest(p_done)) then 'QJ003' end
     from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
-    left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
+    left join lateral (select j.id, j.state from queue.all_jobs j where j.id = u.id offset 0) j on true
     order by u.n;
 end $$;
 

@@ -31,7 +31,7 @@ begin
       coalesce(retry.force, false), 'retry', jsonb_build_object('force', retry.force, 'from_step',
       retry.from_step, 'changes', nullif(v_changes, '{}')), v_step, v_no, v_changes) r;
   return query
-    select j.id, j.state, 'QJ009'::text from queue.jobs j where j.id = any (v_without) order by j.id;
+    select j.id, j.state, 'QJ009'::text from queue.all_jobs j where j.id = any (v_without) order by j.id;
 end $$;
 comment on function queue.retry(bigint[], boolean, text, jsonb) is
   'Runs jobs again: finished ones (failed, cancelled, succeeded), and at once those that wait for a retry,'

@@ -1327,13 +1327,9 @@ comment on view queue.audit is
     ' the call with its arguments, the jobs that it changed, and the values before. In args of a task that'
     ' has sensitive ones, the owner alone sees these.';
 
--- tables/inspect/views.sql
--- Views call no function of the extension, so that it can be dropped without them. So they repeat rules that
--- functions have: _matches, _paused_until, _task_paused_until, _virtual_time and _tag_step.
---
--- PostgreSQL would write through a view of one table, to that table: for its owner, and so for an ORM.
--- Through a view with the join named read_only, nobody writes. That is one row without columns, which the
--- planner removes first: plans stay those of the table, and conditions reach its indexes.
+-- tables/inspect/jobs.sql
+-- Jobs as operators see them: the log with what admission, workers and operators have made of each. As
+-- in views.sql, views call no function of the extension.
 
 -- Committed jobs that admission has not read yet. Private.
 create view queue.unadmitted as
@@ -1364,7 +1360,9 @@ cross join lateral (
     and not exists (select from queue.lock_member m where m.lock = j.lock and m.id = j.id)
   offset 0) j;
 
-create view queue.jobs as
+-- All jobs with all columns of queue.jobs, for functions, which run as the owner and show callers what
+-- they may see. Private.
+create view queue.all_jobs as
 select j.id, j.task, j.queue,
   case
     when f.id is not null then f.state
@@ -1419,10 +1417,53 @@ select j.id, j.task, j.queue,
               or right(p.queue, 1) = '*' and starts_with(j.queue, left(p.queue, -1)))
           order by p.no desc limit 1)) then 'paused'
   end as reason,
+  coalesce(r.args, j.args) as args, coalesce(r.priority, j.priority) as priority, j.lock,
+  j.queueing_lock, j.keys[1] as concurrency_key, coalesce(n.needs, j.needs) as needs,
+  j.deadline, nullif(coalesce(r.scheduled_at, j.scheduled_at), '-infinity') as scheduled_at,
+  (j.options ->> 'expires_at')::timestamptz as expires_at,
+  j.created_at, coalesce(aj.claimed_at, f.started_at, j.started_at) as started_at, f.finished_at,
+  coalesce(f.attempts, aj.attempt, j.attempts)::integer as attempts, j.failures, j.crashes,
+  j.claims + case when aj.claim is not null or f.state = 'succeeded'
+    and f.worker_id is not null then 1 else 0 end as claims,
+  aj.claim, coalesce(aj.worker_id, f.worker_id) as worker_id,
+  coalesce(f.error, case when f.id is null then j.error end) as error, f.result,
+  j.options ->> 'description' as description, j.options -> 'headers' as headers,
+  (j.options ->> 'parent')::bigint as parent, j.options ->> 'idempotency_key' as idempotency_key,
+  j.progress, j.percent, j.message,
+  nullif(
+    coalesce(j.options, '{}')
+      - '{headers,description,parent,idempotency_key,expires_at,delay,held,terms}'::text[]
+    || case when j.keys is null then '{}'
+      else (
+        select jsonb_build_object('concurrency', jsonb_agg(
+          jsonb_strip_nulls(jsonb_build_object('key', k.key, 'limit', k.most))
+            || coalesce(nullif(j.options -> 'terms' -> (k.n - 1)::integer, 'null'), '{}') order by k.n))
+        from unnest(j.keys, j.limits) with ordinality k (key, most, n)) end, '{}') as options
+from queue.job_now j
+left join queue.active_job aj on aj.id = j.id
+left join queue.lane l on l.lane = aj.lane
+left join queue.abort a on a.id = aj.id and a.claim = aj.claim
+left join queue.finished f on f.id = j.id
+left join queue.waiting w on w.id = j.id
+left join queue.lock_member m on m.lock = j.lock and m.id = j.id
+left join lateral (
+  -- the last committed replacement of the job that has not been applied yet
+  select h.payload -> 'args' as args, (h.payload ->> 'priority')::integer as priority,
+    coalesce((h.payload ->> 'scheduled_at')::timestamptz, '-infinity') as scheduled_at
+  from queue.unsettled h
+  join queue.queueing_lock k on k.key = h.payload ->> 'key' and k.replacing = (h.payload ->> 'seq')::bigint
+  where j.flags & 8448/* queueing_lock */ <> 0 and h.job_id = j.id and h.kind = 'replace' and f.id is null
+    and aj.claim is null) r on true
+left join lateral (
+  select array_agg(d.need_id order by d.need_id) as needs
+  from queue.need d
+  where j.flags & 8/* needs */ <> 0 and d.job_id = j.id) n on true;
+
+create view queue.jobs as
+select j.id, j.task, j.queue, j.state, j.reason,
   case when (select h.paths from queue.hidden_paths h) ? j.task
     then (select c.args
-      from (select coalesce(r.args, j.args) as args,
-        (select h.paths from queue.hidden_paths h) -> j.task as paths) x
+      from (select j.args, (select h.paths from queue.hidden_paths h) -> j.task as paths) x
       cross join lateral (with recursive walk (rest, value, path) as (
     select p.value, x.args, '{}'::text[] from jsonb_array_elements(x.paths) p where jsonb_typeof(p.value) = 'array'
     union all
@@ -1464,52 +1505,26 @@ select j.id, j.task, j.queue,
     then (select d.args from done d order by d.n desc limit 1)
     else x.args || (select jsonb_object_agg(p.value ->> 0, '***') from jsonb_array_elements(x.paths) p
       where x.args ? (p.value ->> 0)) end) c (args))
-    else coalesce(r.args, j.args) end as args, coalesce(r.priority, j.priority) as priority, j.lock,
-  j.queueing_lock, j.keys[1] as concurrency_key, coalesce(n.needs, j.needs) as needs,
-  j.deadline, nullif(coalesce(r.scheduled_at, j.scheduled_at), '-infinity') as scheduled_at,
-  (j.options ->> 'expires_at')::timestamptz as expires_at,
-  j.created_at, coalesce(aj.claimed_at, f.started_at, j.started_at) as started_at, f.finished_at,
-  coalesce(f.attempts, aj.attempt, j.attempts)::integer as attempts, j.failures, j.crashes,
-  j.claims + case when aj.claim is not null or f.state = 'succeeded'
-    and f.worker_id is not null then 1 else 0 end as claims,
-  aj.claim, coalesce(aj.worker_id, f.worker_id) as worker_id,
-  coalesce(f.error, case when f.id is null then j.error end) as error, f.result,
-  j.options ->> 'description' as description, j.options -> 'headers' as headers,
-  (j.options ->> 'parent')::bigint as parent, j.options ->> 'idempotency_key' as idempotency_key,
-  j.progress, j.percent, j.message,
-  nullif(
-    coalesce(j.options, '{}')
-      - '{headers,description,parent,idempotency_key,expires_at,delay,held,terms}'::text[]
-    || case when j.keys is null then '{}'
-      else (
-        select jsonb_build_object('concurrency', jsonb_agg(
-          jsonb_strip_nulls(jsonb_build_object('key', k.key, 'limit', k.most))
-            || coalesce(nullif(j.options -> 'terms' -> (k.n - 1)::integer, 'null'), '{}') order by k.n))
-        from unnest(j.keys, j.limits) with ordinality k (key, most, n)) end, '{}') as options
-from queue.job_now j
-left join queue.active_job aj on aj.id = j.id
-left join queue.lane l on l.lane = aj.lane
-left join queue.abort a on a.id = aj.id and a.claim = aj.claim
-left join queue.finished f on f.id = j.id
-left join queue.waiting w on w.id = j.id
-left join queue.lock_member m on m.lock = j.lock and m.id = j.id
-left join lateral (
-  -- the last committed replacement of the job that has not been applied yet
-  select h.payload -> 'args' as args, (h.payload ->> 'priority')::integer as priority,
-    coalesce((h.payload ->> 'scheduled_at')::timestamptz, '-infinity') as scheduled_at
-  from queue.unsettled h
-  join queue.queueing_lock k on k.key = h.payload ->> 'key' and k.replacing = (h.payload ->> 'seq')::bigint
-  where j.flags & 8448/* queueing_lock */ <> 0 and h.job_id = j.id and h.kind = 'replace' and f.id is null
-    and aj.claim is null) r on true
-left join lateral (
-  select array_agg(d.need_id order by d.need_id) as needs
-  from queue.need d
-  where j.flags & 8/* needs */ <> 0 and d.job_id = j.id) n on true
+    else j.args end as args,
+  j.priority, j.lock, j.queueing_lock, j.concurrency_key, j.needs, j.deadline, j.scheduled_at, j.expires_at,
+  j.created_at, j.started_at, j.finished_at, j.attempts, j.failures, j.crashes, j.claims, j.claim,
+  j.worker_id, j.error, j.result, j.description, j.headers, j.parent, j.idempotency_key, j.progress,
+  j.percent, j.message, j.options
+from queue.all_jobs j
 where (select x.is_all from queue.visible_queues x)
   or j.queue like any ((select x.queues from queue.visible_queues x)::text[]);
 comment on view queue.jobs is
   'All jobs, until they are removed. The state is the one that the database knows so far: admission may'
     ' change that of a new job. Sensitive args (register_task) read *** for all but the owner.';
+
+-- tables/inspect/views.sql
+-- What operators and readers see, besides jobs (jobs.sql). Views call no function of the extension, so that it
+-- can be dropped without them. So they repeat rules that functions have: _matches, _paused_until,
+-- _task_paused_until, _virtual_time and _tag_step.
+--
+-- PostgreSQL would write through a view of one table, to that table: for its owner, and so for an ORM.
+-- Through a view with the join named read_only, nobody writes. That is one row without columns, which the
+-- planner removes first: plans stay those of the table, and conditions reach its indexes.
 
 create view queue.attempts as
 select a.job_id, a.attempt, a.claim, a.worker_id, a.started_at, a.finished_at, a.outcome, a.error, a.details
@@ -1856,11 +1871,11 @@ security invoker
 as $$
 begin
   return array[
-    'abort', 'access', 'active_job', 'admission', 'attempt', 'attempts', 'audit', 'audit_log', 'awaited',
-    'awaited_seq', 'backlog', 'backlog_part', 'citus_place', 'claim_seq', 'claimed_job', 'cursor',
-    'cursor_now', 'deleted', 'event', 'expiry', 'finished', 'first_run', 'group_close', 'group_member',
-    'group_state', 'groups', 'hidden_paths', 'horizon', 'idempotency_key', 'installation', 'job',
-    'job_group', 'job_now', 'job_override', 'jobs', 'key_config', 'lane', 'lane_seq', 'lease',
+    'abort', 'access', 'active_job', 'admission', 'all_jobs', 'attempt', 'attempts', 'audit', 'audit_log',
+    'awaited', 'awaited_seq', 'backlog', 'backlog_part', 'citus_place', 'claim_seq', 'claimed_job',
+    'cursor', 'cursor_now', 'deleted', 'event', 'expiry', 'finished', 'first_run', 'group_close',
+    'group_member', 'group_state', 'groups', 'hidden_paths', 'horizon', 'idempotency_key', 'installation',
+    'job', 'job_group', 'job_now', 'job_override', 'jobs', 'key_config', 'lane', 'lane_seq', 'lease',
     'lock_member', 'locks', 'log', 'metrics', 'minute', 'minute_cursor', 'minutes', 'need', 'need_now',
     'needed_seq', 'pause', 'pending_settlement', 'queue_config', 'queueing_lock', 'queues', 'rate_start',
     'received_signal', 'rehearsal', 'schedule', 'schedule_run', 'schedule_runs', 'schedules', 'semaphore',
@@ -2847,7 +2862,7 @@ begin
     from (select distinct i.id from unnest(p_ids) i (id)) u
     cross join lateral (
       select j.id, j.state, j.queue, j.priority, j.deadline, j.scheduled_at, j.lock, j.task
-      from queue.jobs j where j.id = u.id offset 0) j);
+      from queue.all_jobs j where j.id = u.id offset 0) j);
 end $$;
 
 -- Appends the row of a call that ended or extended a claim.
@@ -2857,7 +2872,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._audit_jobs(p_call, p_args || jsonb_build_object('claim', p_claim), array[p_id],
     (select jsonb_build_array(jsonb_build_object('id', j.id, 'state', 'running', 'queue', j.queue))
-     from queue.jobs j where j.id = p_id));
+     from queue.all_jobs j where j.id = p_id));
 end $$;
 
 -- The pauses that a call may end or replace, in the order in which they were set; NULL if there are none.
@@ -18273,7 +18288,7 @@ returns text language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_state text;
 begin
-  select j.state into v_state from queue.jobs j where j.id = p_id;
+  select j.state into v_state from queue.all_jobs j where j.id = p_id;
   return v_state;
 end $$;
 
@@ -18289,7 +18304,7 @@ begin
       when u.id in (select unnest(p_unkeyed)) then 'QJ004'
       when u.id not in (select unnest(p_done)) then 'QJ003' end
     from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
-    left join lateral (select j.id, j.state from queue.jobs j where j.id = u.id offset 0) j on true
+    left join lateral (select j.id, j.state from queue.all_jobs j where j.id = u.id offset 0) j on true
     order by u.n;
 end $$;
 
@@ -19257,7 +19272,7 @@ begin
       coalesce(retry.force, false), 'retry', jsonb_build_object('force', retry.force, 'from_step',
       retry.from_step, 'changes', nullif(v_changes, '{}')), v_step, v_no, v_changes) r;
   return query
-    select j.id, j.state, 'QJ009'::text from queue.jobs j where j.id = any (v_without) order by j.id;
+    select j.id, j.state, 'QJ009'::text from queue.all_jobs j where j.id = any (v_without) order by j.id;
 end $$;
 comment on function queue.retry(bigint[], boolean, text, jsonb) is
   'Runs jobs again: finished ones (failed, cancelled, succeeded), and at once those that wait for a retry,'
@@ -20042,7 +20057,7 @@ begin
   if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{producer,worker,operator,reader}', array[result.id]);
   end if;
-  return query select j.state, j.result, j.error from queue.jobs j where j.id = result.id;
+  return query select j.state, j.result, j.error from queue.all_jobs j where j.id = result.id;
   if not found then
     perform queue._job_not_found(result.id);
   end if;
@@ -20074,7 +20089,7 @@ begin
       select j.id, x.is_seen, j.state, case when x.is_seen then j.task end
         as task, case when x.is_seen then j.result end as result,
         case when x.is_seen then j.error end as error
-      from queue.jobs j cross join lateral (select queue._allows(v_allowed, j.queue) as is_seen) x
+      from queue.all_jobs j cross join lateral (select queue._allows(v_allowed, j.queue) as is_seen) x
       where j.id = d.id offset 0) j on true
     order by d.id;
 end $$;
@@ -20146,7 +20161,7 @@ begin
     from unnest(v_ids, v_depths) u (id, depth)
     left join lateral (
       select j.id, case when x.is_seen then j.task end as task, case when x.is_seen then j.state end as state
-      from queue.jobs j
+      from queue.all_jobs j
       cross join lateral (select queue._allows(v_allowed, j.queue) as is_seen) x
       where j.id = u.id offset 0) j on true
     left join lateral (
@@ -20332,7 +20347,7 @@ begin
   select j.id, j.state, j.reason, j.queue, j.task, j.lock, j.scheduled_at, j.worker_id, j.claim, j.started_at,
     j.finished_at, j.error, w.reason as gate, w.key, w.at, l.kind, aj.id as active_id
   into v_job
-  from queue.jobs j
+  from queue.all_jobs j
   left join queue.waiting w on w.id = j.id
   left join queue.active_job aj on aj.id = j.id
   left join queue.lane l on l.lane = aj.lane
@@ -20482,7 +20497,7 @@ begin
             from queue.need_now d
             where d.job_id = p_id and d.need_id = n.id) d on true
           order by n.id) d
-    left join lateral (select j.state, j.queue from queue.jobs j where j.id = d.id offset 0) j on true
+    left join lateral (select j.state, j.queue from queue.all_jobs j where j.id = d.id offset 0) j on true
     where queue._allows(v_allowed, j.queue) is false
       or d.is_met is not true
         and case when p_failed
@@ -20574,7 +20589,7 @@ begin
                else format(' (%s)', j.state)
                  || case when j.finished_at is not null then '; the next fetch or tick passes it on'
                  else '' end end
-     from queue.jobs j where j.id = v_id),
+     from queue.all_jobs j where j.id = v_id),
     format('its lock %s is free; the next fetch or tick passes it on', p_lock));
 end $$;
 
@@ -20650,7 +20665,7 @@ begin
       from placed p left join room r on r.queue = p.queue
       where coalesce(p.place <= r.jobs, true)
       order by p.priority desc, p.first_id, p.deadline, p.id limit peek.n) c
-    cross join lateral (select j.* from queue.jobs j where j.id = c.id offset 0) j
+    cross join lateral (select j.* from queue.all_jobs j where j.id = c.id offset 0) j
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
 comment on function queue.peek(text[], integer) is
@@ -21200,7 +21215,7 @@ begin
       job.description, f.bytes,
       queue._excerpt(p_pattern, p_by, p_path, queue._cut(p_hidden -> job.task, job.args)), null::bigint
     from unnest(p_ids, p_bytes) with ordinality f (id, bytes, n)
-    cross join lateral (select j.* from queue.jobs j where j.id = f.id offset 0) job
+    cross join lateral (select j.* from queue.all_jobs j where j.id = f.id offset 0) job
     where p_state is null or job.state = p_state
     order by f.n;
 end $$;
@@ -21310,7 +21325,7 @@ begin
     select j.id, j.task, j.queue, j.state, j.reason, queue._cut(v_hidden -> j.task, j.args), j.priority,
       j.lock, j.queueing_lock, j.concurrency_key, j.scheduled_at, j.deadline, j.created_at, j.started_at,
       j.finished_at, j.attempts, j.error, j.result, j.description, j.headers, j.parent
-    from queue.jobs j
+    from queue.all_jobs j
     where j.id > coalesce(list_jobs.after, 0) and (v_allowed is null or queue._allows(v_allowed, j.queue))
     order by j.id limit list_jobs.max_jobs;
 end $$;

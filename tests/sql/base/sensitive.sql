@@ -1,6 +1,6 @@
 -- Sensitive args: who sees them, in every place that shows args, and that nobody finds out by asking.
 
-select plan(165);
+select plan(166);
 
 create role pgdefer_hide_reader;
 create role pgdefer_hide_operator;
@@ -219,7 +219,7 @@ select is(pg_temp.reader(format('select args from queue.jobs where id = %s', :pl
 
 -- The tables, and what the views are made of, are nobody's
 select is(pg_temp.operator(format('select 1 from queue.%I', t.name)), '42501 permission denied for ' || t.kind || ' ' || t.name, 'queue.' || t.name || ' is private')
-from (values ('log', 'table'), ('job_override', 'table'), ('audit_log', 'table'), ('schedule', 'table'), ('pending_settlement', 'table'), ('task', 'table'), ('job', 'view'), ('job_now', 'view'), ('hidden_paths', 'view')) t (name, kind);
+from (values ('log', 'table'), ('job_override', 'table'), ('audit_log', 'table'), ('schedule', 'table'), ('pending_settlement', 'table'), ('task', 'table'), ('job', 'view'), ('job_now', 'view'), ('all_jobs', 'view'), ('hidden_paths', 'view')) t (name, kind);
 
 select queue.revoke_access(r) from unnest('{pgdefer_hide_reader,pgdefer_hide_operator,pgdefer_hide_worker,pgdefer_hide_shop,pgdefer_hide_member,pgdefer_hide_sleeper}'::text[]) r \g /dev/null
 drop role pgdefer_hide_reader, pgdefer_hide_operator, pgdefer_hide_worker, pgdefer_hide_shop, pgdefer_hide_member, pgdefer_hide_sleeper;
