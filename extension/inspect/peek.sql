@@ -9,6 +9,7 @@ set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_hidden jsonb;
 begin
+  perform queue._check_are_few(peek.queues);
   perform queue._match_queues(peek.queues) where peek.queues is not null;
   {{if_restricted}}
     queues := queue._narrow_queues('{worker,operator,reader}', queues);

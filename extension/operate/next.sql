@@ -13,6 +13,7 @@ declare
   v_worker bigint;
   v_found record;
 begin
+  perform queue._check_are_few(queues);
   {{if_restricted}}
     queues := queue._narrow_queues('{operator}', queues);
   end if;

@@ -11,6 +11,7 @@ create or replace function queue._claim_by_options(
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz := clock_timestamp();
+  v_is_listed boolean := coalesce(p_options ->> 'order' = 'listed', false);
   v_tasks text[];
   v_only bigint[];
   v_before timestamptz;
@@ -27,6 +28,7 @@ begin
     return null;  -- all were to be claimed ahead
   end if;
   perform queue._check_worker_limits(v_limits);
+  perform queue._match_queues(p_queues) where p_queues is not null;  -- for its errors
   if not queue._lock_admission(p_may_wait) then
     return null;
   elsif not exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) then
@@ -41,18 +43,15 @@ begin
       queue._quarantined_lanes(array_agg(l.lane) filter (where l.kind = {{lane_crashed}} and not p_by_hand))
     into v_lanes, v_quarantined
     from (
-      select l.lane, l.kind, l.priority, m.place, first_value(f.id) over (
-        partition by l.queue, l.priority order by f.deadline, f.id) as first_id
+      select l.lane, l.kind, l.priority, case when v_is_listed then m.place end as place,
+        first_value(f.id) over (partition by l.queue, l.priority order by f.deadline, f.id) as first_id
       from queue.lane l
-      cross join lateral (
-        select case when p_options ->> 'order' = 'listed' then min(q.n) else min(0) end as place
-        from unnest(coalesce(p_queues, '{*}')) with ordinality q (pattern, n)
-        where queue._matches(l.queue, q.pattern)) m
+      left join queue._places_of(p_queues, true) m on m.queue = l.queue
       left join lateral (
         select aj.deadline, aj.id from queue.active_job aj
         where {{is_ready}}
         order by aj.deadline, aj.id limit 1) f on true
-      where m.place is not null and (l.paused_until is null or l.paused_until <= v_now)
+      where (p_queues is null or m.place is not null) and (l.paused_until is null or l.paused_until <= v_now)
         and (v_limits is null or queue._worker_room(p_worker, v_limits, l.queue, 1) is distinct from 0)) l;
     if v_turn is null and not p_by_hand then
       v_turn := nullif(queue._may_claim(p_worker, v_quarantined, true, v_tasks, v_before, v_only),
@@ -104,6 +103,9 @@ begin
   elsif exists (select from jsonb_array_elements(v_options -> 'ids') i
     where jsonb_typeof(i) <> 'number') then
     perform queue._invalid('ids must be numbers', 'Pass ids of jobs.');
+  elsif jsonb_array_length(v_options -> 'tasks') > 1000 or jsonb_array_length(v_options -> 'ids') > 1000 then
+    -- each is compared with each job, while others wait for the admission lock
+    perform queue._invalid('tasks or ids holds more than 1,000', 'Call again for the others.');
   end if;
   tasks := case when v_options ? 'tasks' then array(select t
     from jsonb_array_elements_text(v_options -> 'tasks') t) end;

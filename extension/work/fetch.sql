@@ -18,6 +18,9 @@ declare
   v_at_once integer;
   v_none regclass;  -- stays NULL: see _unrestricted
 begin
+  if cardinality(queues) > 100 then
+    perform queue._check_are_few(queues);
+  end if;
   if coalesce(v_none, queue._unrestricted()) is null
     or current_setting('transaction_isolation') <> 'read committed'
     or current_setting('pgdefer.era', true) is distinct from to_regclass('queue.installation')::oid::text
@@ -117,6 +120,9 @@ declare
   v_at_once integer;
   v_none regclass;  -- stays NULL: see _unrestricted
 begin
+  if cardinality(queues) > 100 then
+    perform queue._check_are_few(queues);
+  end if;
   if coalesce(v_none, queue._unrestricted()) is null
     or current_setting('transaction_isolation') <> 'read committed'
     or current_setting('pgdefer.era', true) is distinct from to_regclass('queue.installation')::oid::text

@@ -30,6 +30,7 @@ declare
   v_due timestamptz;
   v_ahead integer := 0;
 begin
+  perform queue._check_are_few(queues);
   {{if_restricted}}
     perform queue._require_worker(before_sleep.worker);
     queues := queue._narrow_queues('{worker}', queues);

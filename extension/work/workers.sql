@@ -8,6 +8,7 @@ create or replace function queue.register_worker(name text, queues text[] defaul
 returns bigint language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 begin
+  perform queue._check_are_few(queues);
   {{if_restricted}}
     queues := queue._narrow_queues('{worker}', queues);
   end if;
@@ -139,7 +140,6 @@ declare
 begin
   perform queue._check_name('name', p_name);
   perform queue._check_list('queues', p_queues);
-  perform queue._check_are_few(p_queues);
   if p_info is null or jsonb_typeof(p_info) <> 'object' then
     perform queue._invalid('info must be a JSON object', 'Pass an object such as {"host": "a"}.');
   elsif coalesce(jsonb_typeof(p_info -> 'listen'), 'boolean') not in ('boolean', 'null') then

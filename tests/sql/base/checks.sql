@@ -1,6 +1,6 @@
 -- The size of JSON is limited by its text, in every argument. A few bytes may print as very many.
 
-select plan(52);
+select plan(73);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -89,8 +89,26 @@ select n, array(select 'q' || g || case when g <= patterns then '*' else '' end 
 from (values (1000, 100), (1001, 0), (101, 101)) v (n, patterns);
 select is(pg_temp.refusal(replace(format(call, :worker), 'LIST', '(select list from names where n = ' || n || ')')), said, format('%s names: %s', n, call))
 from (values ('select * from queue.fetch(%s, LIST)'), ('select * from queue.before_sleep(%s, LIST)'), ('select * from queue.peek(LIST, %s)'),
-  ('select queue.register_worker(''w%s'', LIST)')) c (call)
+  ('select queue.register_worker(''w%s'', LIST)'), ('select * from queue.fetch(%s, LIST, 1, ''{"tasks": ["z"]}'')'),
+  ('select * from queue.fetch(%s, (LIST)[2:] || ''{*}''::text[], 1, ''{"order": "listed"}'')'), ('select * from queue.finish_and_fetch(%s, ''[]'', LIST)'), ('select * from queue.next(LIST, %s > 0)')) c (call)
 cross join (values (1000, 'accepted'), (1001, '22023 queues holds more than 1,000 names'), (101, '22023 queues holds more than 100 patterns')) s (n, said);
+select is(pg_temp.refusal(format('select * from queue.fetch(%s, %L, 1, ''{"tasks": ["z"]}'')', :worker, list)), '22023 queues is empty or contains NULL', 'with options too: ' || list)
+from unnest(array['{}', '{NULL}', '{""}', '{{a,b}}']) list;
+select is(pg_temp.refusal(format('select * from queue.fetch(%s, null, 1, %L)', :worker, jsonb_build_object(what, (select jsonb_agg(case what when 'ids' then to_jsonb(n) else to_jsonb(n::text) end) from generate_series(1, m) n)))), said, format('%s %s', m, what))
+from unnest(array['tasks', 'ids']) what, (values (1000, 'accepted'), (1001, '22023 tasks or ids holds more than 1,000')) s (m, said);
+
+-- What a role may use counts for itself: it passed none
+create role pgdefer_checks_few;
+create role pgdefer_checks_others;
+create role pgdefer_checks_both in role pgdefer_checks_few, pgdefer_checks_others;
+select queue.grant_access(format('pgdefer_checks_%s', name), 'worker', array(select name || g || '*' from generate_series(1, 60) g))
+from unnest(array['few', 'others']) name \g /dev/null
+set role pgdefer_checks_both;
+select queue.register_worker('both') as both \gset
+select is_empty(format('select * from queue.fetch(%s)', :both), 'the queues of two roles are not too many');
+reset role;
+select queue.revoke_access(format('pgdefer_checks_%s', name)) from unnest(array['few', 'others']) name \g /dev/null
+drop role pgdefer_checks_both, pgdefer_checks_few, pgdefer_checks_others;
 select is_empty('select * from queue.check()', 'everything is in order');
 
 select * from finish();
