@@ -12,9 +12,17 @@ import logging
 import re
 import traceback
 from collections.abc import Iterator, Mapping
+from types import TracebackType
 from typing import Any
 
-__all__ = ["database_in_logs", "escaped", "full_type_name", "logger", "type_name"]
+__all__ = [
+    "database_in_logs",
+    "escaped",
+    "full_type_name",
+    "logger",
+    "traceback_of",
+    "type_name",
+]
 
 #: The database that a record is about, where one process works for several; else empty.
 database_in_logs: contextvars.ContextVar[str] = contextvars.ContextVar("database", default="")
@@ -42,6 +50,12 @@ def full_type_name(value: object) -> str:
         return f"{str.__str__(type.__dict__['__module__'].__get__(type(value)))}.{name}"
     except (AttributeError, TypeError):  # it was deleted, or is no text
         return name
+
+
+def traceback_of(error: BaseException) -> TracebackType | None:
+    """Return an error's traceback, whatever its class makes of that name."""
+    found: TracebackType | None = BaseException.__dict__["__traceback__"].__get__(error)
+    return found
 
 
 def logger(name: str) -> logging.Logger:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from pgdefer._text import traceback_of
 from pgdefer.options import as_list
 from pgdefer.tasks.context import JobContext, Middleware
 
@@ -80,7 +81,7 @@ class Entered:
                 found.__enter__()
                 self._entered.append(found)
         except BaseException as error:
-            if self.__exit__(type(error), error, error.__traceback__):
+            if self.__exit__(type(error), error, traceback_of(error)):
                 raise RuntimeError(_SWALLOWED) from error
             raise
 
@@ -99,7 +100,7 @@ class Entered:
                     is_swallowed = True
             except BaseException as other:
                 # The outer ones get this error.
-                if self.__exit__(type(other), other, other.__traceback__):
+                if self.__exit__(type(other), other, traceback_of(other)):
                     return True
                 raise
         return is_swallowed
@@ -125,7 +126,7 @@ class AsyncEntered:
                     found.__enter__()
                 self._entered.append(found)
         except BaseException as error:
-            if await self.__aexit__(type(error), error, error.__traceback__):
+            if await self.__aexit__(type(error), error, traceback_of(error)):
                 raise RuntimeError(_SWALLOWED) from error
             raise
 
@@ -148,7 +149,7 @@ class AsyncEntered:
                     is_swallowed = True
             except BaseException as other:
                 # The outer ones get this error.
-                if await self.__aexit__(type(other), other, other.__traceback__):
+                if await self.__aexit__(type(other), other, traceback_of(other)):
                     return True
                 raise
         return is_swallowed

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from pgdefer._text import escaped, logger
+from pgdefer._text import escaped, logger, traceback_of
 from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.hooks import JobEvent
 from pgdefer.worker import outcomes
@@ -100,7 +100,7 @@ class Announcer:
         text = outcomes.headline(error) if error is not None else escaped(first)
         verb = "crashed" if end.kind == "crashed" else "failed"
         again = "" if end.state in ("failed", "cancelled") else " (it will be tried again)"
-        has_trace = error is not None and error.__traceback__ is not None
+        told = None if error is None else traceback_of(error)
         record = log.makeRecord(
             log.name,
             level,
@@ -108,7 +108,7 @@ class Announcer:
             0,
             "%r %s: %s%s",
             (job, verb, text, again),
-            (type(error), error, error.__traceback__) if error is not None and has_trace else None,
+            None if error is None or told is None else (type(error), error, told),
             extra=_fields(job, end.kind, end.state, claim.duration),
         )
         if error is None and trace:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pgdefer._text import traceback_of
 from pgdefer.tasks.batch import BatchJob, outcomes_of
 from pgdefer.tasks.context import JobContext, RetryLater, enter_job, leave_job
 from pgdefer.tasks.task import Task
@@ -92,7 +93,7 @@ def _end(
         if error is None or isinstance(error, RetryLater):
             job.result = outcome
             surrounding.__exit__(None, None, None)
-        elif surrounding.__exit__(type(error), error, error.__traceback__):
+        elif surrounding.__exit__(type(error), error, traceback_of(error)):
             outcome = error = None
     except BaseException as other:
         error = other

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pgdefer._text import traceback_of
 from pgdefer.tasks.batch import BatchJob, outcomes_of
 from pgdefer.tasks.context import JobContext, RetryLater, enter_job, leave_job
 from pgdefer.tasks.task import Task
@@ -93,7 +94,7 @@ async def _end_async(
         if error is None or isinstance(error, RetryLater):
             job.result = outcome
             await surrounding.__aexit__(None, None, None)
-        elif await surrounding.__aexit__(type(error), error, error.__traceback__):
+        elif await surrounding.__aexit__(type(error), error, traceback_of(error)):
             outcome = error = None
     except BaseException as other:
         error = other

@@ -109,6 +109,17 @@ class ClosedError(Exception):
         raise Left
 
 
+class UntracedError(Exception):
+    """Does not tell where it was raised."""
+
+    @property
+    def __traceback__(self) -> Any:
+        raise Left
+
+    @__traceback__.setter
+    def __traceback__(self, _: Any) -> None: ...
+
+
 class Word(str):
     """A text that can't be stored."""
 
@@ -139,6 +150,7 @@ RAISED = [
     (NumberedError("one"), "NumberedError: one"),
     (WordyError(), "WordyError: a word"),
     (ClosedError(), "Left"),
+    (UntracedError("hides"), "UntracedError: hides"),
 ]
 
 
