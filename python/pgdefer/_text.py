@@ -27,6 +27,10 @@ __all__ = [
 #: The database that a record is about, where one process works for several; else empty.
 database_in_logs: contextvars.ContextVar[str] = contextvars.ContextVar("database", default="")
 
+# How many characters the log has of a message in a traceback: to escape and to write 100 MB
+# takes long, and the worker's loop stands still meanwhile.
+MAX_MESSAGE = 16_000
+
 # Control characters (C0, C1), other line ends, and characters that change the text direction.
 _CONTROL = re.compile(
     r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]"
@@ -106,18 +110,22 @@ def _name_database(record: logging.LogRecord) -> bool:
 def _escaped_argument(value: Any) -> Any:
     if issubclass(type(value), str | BaseException):
         try:
-            return escaped(str.__str__(str(value)))
+            return escaped(_cut(str.__str__(str(value))))
         except BaseException:  # as in tracebacks of Python, which write its type then, too
             return type_name(value)
     return value
 
 
 class _Escaped(traceback.TracebackException):
-    """A traceback in which each error's message is one line."""
+    """A traceback in which each error's message is one line, and not too long."""
 
     def format_exception_only(self, **options: Any) -> Iterator[str]:  # type: ignore[override]
         for line in super().format_exception_only(**options):
-            yield escaped(line.removesuffix("\n")) + "\n"
+            yield escaped(_cut(line.removesuffix("\n"))) + "\n"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 4]} ..."
 
 
 def _traceback(error: BaseException) -> str:
@@ -132,7 +140,7 @@ def _traceback(error: BaseException) -> str:
                 if part.__notes__:
                     # indented, so that none of these lines looks like one of the log
                     part.__notes__ = [
-                        "\n  ".join(escaped(line) for line in str(note).splitlines())
+                        "\n  ".join(escaped(line) for line in _cut(str(note)).splitlines())
                         for note in part.__notes__
                     ]
                 within = [

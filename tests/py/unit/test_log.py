@@ -83,6 +83,17 @@ def test_an_error_whose_text_can_not_be_made(caplog: pytest.LogCaptureFixture) -
     assert "BrokenError" in lines(caplog)[0]
 
 
+def test_an_error_with_a_long_text_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    error = ValueError("x" * 1_000_000)
+    error.add_note("y" * 1_000_000)
+    logger("pgdefer.worker").error("%s", error, exc_info=error)
+    said = lines(caplog)
+    assert said[0] == f"LOG {'x' * 15_996} ..."
+    assert said[1].startswith("ValueError: xxx")
+    assert said[2] == f"{'y' * 15_996} ..."
+    assert [len(line) for line in said[1:]] == [16_000, 16_000]
+
+
 def test_whatever_a_field_holds_is_json() -> None:
     class Broken:
         def __repr__(self) -> str:
