@@ -250,7 +250,10 @@ def settings_json(options: Mapping[str, Any]) -> str:
         raise TypeError(f"the options have numbers, text, timedeltas and None, not {value!r}")
 
     given = checked_mapping("options", options)
-    return json.dumps(given, default=text, allow_nan=False)
+    try:
+        return json.dumps(given, default=text, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(f"the numbers of the options must be finite: {given!r}") from error
 
 
 def checked_time(name: str, value: object) -> str | None:
@@ -307,17 +310,15 @@ def limit_of_semaphore(key: str, slots: int | None) -> dict[str, Any]:
 
 def checked_option(name: str, value: Any) -> Any:
     """Return one option in JSON's types."""
+    convert = _number if name in NUMBERS else _CONVERSIONS.get(name)
+    if convert is not None:
+        return convert(name, value)
     match value:
         case dt.timedelta():
             return checked_interval(name, value)
         case dt.datetime():
             return checked_time(name, value)
-        case Retry():
-            return value.as_options()
-        case int() if name == "retry" and not isinstance(value, bool):
-            return {"max_attempts": value}
-    convert = _number if name in NUMBERS else _CONVERSIONS.get(name)
-    return value if convert is None else convert(name, value)
+    return value
 
 
 def checked_mapping(name: str, value: object) -> dict[str, Any]:
@@ -328,6 +329,10 @@ def checked_mapping(name: str, value: object) -> dict[str, Any]:
 
 
 def _policy(name: str, value: object) -> dict[str, Any]:
+    if isinstance(value, Retry):
+        return value.as_options()
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"max_attempts": value}
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a number of attempts or a Retry(...), not {value!r}")
     known = [field.name for field in dataclasses.fields(Retry)]
@@ -344,10 +349,16 @@ def _number(name: str, value: object) -> int:
     return value
 
 
+def _count(name: str, value: object) -> int:
+    if (number := _number(name, value)) < 0:
+        raise ValueError(f"{name} must not be negative, but is {number}")
+    return number
+
+
 def _by_outcome(name: str, value: object) -> object:
     if not isinstance(value, Mapping):
-        return value
-    return {outcome: checked_option(name, each) for outcome, each in value.items()}
+        return checked_interval(name, value) if isinstance(value, dt.timedelta) else value
+    return {outcome: _by_outcome(name, each) for outcome, each in value.items()}
 
 
 def _limits(name: str, value: object) -> list[dict[str, Any]]:
@@ -365,7 +376,7 @@ def _limits(name: str, value: object) -> list[dict[str, Any]]:
 _CONVERSIONS: Mapping[str, Callable[[str, Any], Any]] = {
     "concurrency": _limits,
     "headers": checked_mapping,
-    "max_progress": lambda name, value: None if value is None else _number(name, value),
+    "max_progress": lambda name, value: None if value is None else _count(name, value),
     "needs": lambda name, value: [job_id(job) for job in as_list(name, value)],
     "parent": lambda _, value: job_id(value),
     "retain": _by_outcome,

@@ -116,10 +116,17 @@ def _check_retry(what: str, value: int) -> None:
         )
 
 
+_TEMPLATES = ("lock", "queueing_lock", "concurrency_key", "idempotency_key", "share", "group")
+
+
 def check_templates(what: str, options: Mapping[str, Any], arguments: Collection[str]) -> None:
-    """Raise ValueError if a lock or key has a {field} that no call could fill."""
-    for name in ("lock", "queueing_lock", "concurrency_key", "idempotency_key"):
-        for found in IN_TEMPLATES.finditer(options.get(name) or ""):
+    """Raise ValueError if a lock, key, share or group has a {field} that no call could fill."""
+    templates = [(name, options.get(name)) for name in _TEMPLATES]
+    templates += [
+        ("a key of concurrency", each.get("key")) for each in options.get("concurrency") or ()
+    ]
+    for name, template in templates:
+        for found in IN_TEMPLATES.finditer(template if isinstance(template, str) else ""):
             field = found[1]
             # a run of a schedule also has its time
             if field is not None and field not in arguments and field != "scheduled_for":

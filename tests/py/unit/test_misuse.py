@@ -121,6 +121,14 @@ def test_options_of_an_app(options: Any, kind: type[Exception], message: str) ->
         ({"max_progress": "x"}, TypeError, "max_progress must be an int, not 'x'"),
         ({"max_progress": True}, TypeError, "max_progress must be an int, not True"),
         ({"max_progress": math.nan}, TypeError, "max_progress must be an int, not nan"),
+        ({"max_progress": -1}, ValueError, "max_progress must not be negative, but is -1"),
+        ({"share": "{x}"}, ValueError, r"share names \{x\}, which is no argument: it takes none"),
+        ({"group": "{x}"}, ValueError, r"group names \{x\}, which is no argument: it takes none"),
+        (
+            {"concurrency": [{"key": "{x}", "limit": 1}]},
+            ValueError,
+            r"a key of concurrency names \{x\}, which is no argument: it takes none",
+        ),
         ({"version": 0}, ValueError, "version must be from 1 to 2147483647, not 0"),
         ({"min_version": 0}, ValueError, "min_version must be from 1 to 2147483647, not 0"),
         (
@@ -404,6 +412,12 @@ def test_a_rate_may_be_per_timedelta(app: App) -> None:
     assert rate["per"] == dt.timedelta(minutes=1)
 
 
+@pytest.mark.parametrize("weight", [math.nan, math.inf])
+def test_settings_are_finite(app: App, weight: float) -> None:
+    with pytest.raises(ValueError, match=r"must be finite: \{'weight': (nan|inf)\}"):
+        app.configure_share("tenant", {"weight": weight})
+
+
 def test_hooks_may_be_builtins(app: App) -> None:
     seen: collections.deque[Any] = collections.deque()
     app.on("retry")(seen.append)
@@ -434,6 +448,14 @@ def test_generators_are_no_tasks(app: App) -> None:
         ({"priority": "high"}, "priority must be an int, not 'high'"),
         ({"priority": 1.5}, r"priority must be an int, not 1\.5"),
         ({"concurrency_limit": 1.0}, r"concurrency_limit must be an int, not 1\.0"),
+        ({"priority": dt.timedelta(1)}, "priority must be an int, not datetime.timedelta"),
+        ({"priority": Retry(3)}, r"priority must be an int, not Retry\("),
+        ({"max_progress": dt.timedelta(1)}, "max_progress must be an int, not datetime.timedelta"),
+        ({"needs": dt.timedelta(1)}, "needs must be a list, not datetime.timedelta"),
+        ({"parent": dt.timedelta(1)}, "a job, or its id as an int, is needed, not datetime.time"),
+        ({"headers": dt.timedelta(1)}, "headers must be a mapping, not datetime.timedelta"),
+        ({"retry": dt.timedelta(1)}, r"retry must be a number of attempts or a Retry\(...\), not"),
+        ({"concurrency": dt.timedelta(1)}, "concurrency must be a list of mappings, not datetime."),
     ],
 )
 def test_options_of_a_job(app: App, options: Any, message: str) -> None:
