@@ -28,7 +28,8 @@ class JsonFormatter(logging.Formatter):
 
     Records about a job have the fields `id`, `task`, `queue`, `attempt`, and at its end `outcome`,
     `state` and `duration` in seconds. Of a value that JSON can't hold, the line has the
-    `repr`. No field replaces one of the first four.
+    `repr`. No field replaces one of the first four. A message that does not fit its arguments is
+    followed by them.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -38,7 +39,7 @@ class JsonFormatter(logging.Formatter):
             "time": f"{seconds}.{int(record.msecs):03}Z",
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
+            "message": _message(record),
         }
         fields = {name: value for name, value in vars(record).items() if name not in _COMMON}
         line = line | fields | line  # in this order, and its own win
@@ -54,6 +55,21 @@ class JsonFormatter(logging.Formatter):
             return _dumps({str(name): _storable(value) for name, value in line.items()})
 
 
+def _message(record: logging.LogRecord) -> str:
+    """Return a message, also of a wrong call: the report of logging itself would be many lines."""
+    try:
+        return record.getMessage()
+    except Exception:
+        return f"{_text(record.msg)} {_text(record.args)}"
+
+
+def _text(value: object) -> str:
+    try:
+        return value if isinstance(value, str) else repr(value)
+    except Exception:
+        return type(value).__qualname__
+
+
 def _dumps(value: object) -> str:
     return json.dumps(value, default=str, allow_nan=False)
 
@@ -63,8 +79,5 @@ def _storable(value: object) -> object:
     try:
         _dumps(value)
     except Exception:
-        try:
-            return repr(value)
-        except Exception:
-            return type(value).__qualname__
+        return _text(value)
     return value

@@ -44,7 +44,7 @@ def set_up_log(level: Level | None, form: Format | None, *, verbose: bool) -> No
     handler.setFormatter(JsonFormatter() if form is Format.json else logging.Formatter(text))
     least = None if level is None else logging.getLevelName(level.upper())
     if not handlers:
-        root.addHandler(handler)
+        _add_to_root(root, handler)
         _set_levels_alone(root, own, least, verbose=verbose)
         return
     consoles = list(filter(_is_console, handlers))
@@ -60,6 +60,12 @@ def set_up_log(level: Level | None, form: Format | None, *, verbose: bool) -> No
             logger.setLevel(least)
         for console in consoles:
             console.setLevel(min(console.level, least))
+
+
+def _add_to_root(root: logging.Logger, handler: logging.Handler) -> None:
+    root.addHandler(handler)
+    if isinstance(handler.formatter, JsonFormatter):
+        logging.captureWarnings(True)  # else Python writes them to stderr as text
 
 
 def _set_levels_alone(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -188,6 +189,28 @@ def test_the_applications_own_log(run: Run, dsn: str, jobs: Jobs, app: App, tmp_
         done = run("worker", "-A", "mod:app", "--drain", *options)
         (line,) = [line for line in done.stderr.splitlines() if "succeeded" in line]
         assert line.startswith("{" if options else "own "), line
+
+
+def test_each_line_of_a_log_as_json(
+    run: Run, dsn: str, jobs: Jobs, app: App, tmp_path: Path
+) -> None:
+    (tmp_path / "mod.py").write_text("""
+import logging, warnings
+import pgdefer
+
+app = pgdefer.App()
+
+
+@app.task(name="odd")
+def odd() -> None:
+    warnings.warn("of\\ntwo lines", stacklevel=1)
+    logging.getLogger("mine").error("%d", "no number")
+""")
+    app.defer("odd")
+    done = run("worker", "-A", "mod:app", "--dsn", dsn, "--drain", "--log-format", "json")
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    assert "of\ntwo lines" in "".join(each["message"] for each in lines)
+    assert "%d ('no number',)" in [each["message"] for each in lines]
 
 
 @pytest.mark.parametrize(

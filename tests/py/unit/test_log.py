@@ -94,6 +94,17 @@ def test_an_error_with_a_long_text_is_cut(caplog: pytest.LogCaptureFixture) -> N
     assert [len(line) for line in said[1:]] == [16_000, 16_000]
 
 
+@pytest.mark.parametrize(
+    ("message", "arguments", "shown"),
+    [("%d of", ("x",), "%d of ('x',)"), ("no place", (1,), "no place (1,)"), (5, (), "5")],
+)
+def test_a_message_that_does_not_fit_its_arguments(
+    message: Any, arguments: Any, shown: str
+) -> None:
+    record = logging.LogRecord("a", logging.ERROR, "a.py", 1, message, arguments, None)
+    assert json.loads(JsonFormatter().format(record))["message"] == shown
+
+
 def test_whatever_a_field_holds_is_json() -> None:
     class Broken:
         def __repr__(self) -> str:
