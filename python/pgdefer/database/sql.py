@@ -543,6 +543,8 @@ _QUEUE = """
 
 QUEUES = Statement(f"{_QUEUE} order by name")
 
+KNOWN_QUEUES = Statement("select name from queue.queues where name = any (cast(:names as text[]))")
+
 QUEUE = Statement(f"{_QUEUE} where name = cast(:name as text)")
 
 CREATE_QUEUE = Statement("""

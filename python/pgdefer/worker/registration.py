@@ -120,8 +120,31 @@ class Registration:
                     log.info("worker %d is dead: %d claims were ended", channel.replaces, ended)
                 channel.replaces = None
             channel.tell(worker)
+        is_first = self._announced is None
         self._announced = worker
         log.info("worker %d serves %s", worker, ", ".join(self._queues or ["all queues"]))
+        if is_first:
+            await self._warn_of_unknown_queues()
+
+    async def _warn_of_unknown_queues(self) -> None:
+        """Warn of queues that may be misspelt. A new queue is no error: its jobs may come later."""
+        registry = self._registry
+        known: set[object] = {"default"}
+        known.update(task.defaults.arguments.get("queue") for task in registry.tasks.values())
+        known.update(schedule.options.get("queue") for schedule in registry.schedules.values())
+        names = [name for name in self._queues or () if name not in known and name[-1] != "*"]
+        if not names:
+            return
+        try:
+            found = {name for (name,) in await self.ask(sql.KNOWN_QUEUES, names=names)}
+        except psycopg.errors.InsufficientPrivilege:
+            return  # this role may not read the view
+        for name in names:
+            if name not in found:
+                log.warning(
+                    "the queue %r is new or misspelt: no job was ready in it, no task names it",
+                    name,
+                )
 
     def tell_done(self) -> None:
         """Report to the supervisor that nothing is left of this worker."""

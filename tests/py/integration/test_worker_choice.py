@@ -60,6 +60,21 @@ async def test_tasks_that_the_app_does_not_have(
     assert "the task 'tpyo' isn't known here" in caplog.text
 
 
+async def test_queues_that_nobody_knows(
+    app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    @app.task(name="a", queue="of a task")
+    def task() -> None: ...
+
+    app.recurring("@daily", name="daily", queue="of the code")(task)
+    app.defer("b", queue="of a job")
+    app.create_queue("created")
+    queues = ["of a task", "of the code", "of a job", "created", "default", "prefix*", "tpyo"]
+    await Worker(app, queues, drain=True, tasks=["a"]).run_async()
+    said = [record.getMessage() for record in caplog.records if "misspelt" in record.getMessage()]
+    assert said == ["the queue 'tpyo' is new or misspelt: no job was ready in it, no task names it"]
+
+
 async def test_at_most_so_many_of_a_queue(app: App, jobs: Jobs) -> None:
     running_now: dict[str, int] = {}
     most: dict[str, int] = {}
