@@ -66,8 +66,9 @@ def move_in(
     They keep args, queue, priority, locks and times, and are ended there. If the queueing lock of a
     job is taken here, it becomes the job that has the lock. The other queue's workers may continue:
     their running jobs, and jobs behind those for the same lock, stay there. `tasks` is a table with
-    that name, with the columns task_type, payload, status, priority, retries and max_retries.
-    For `django-tasks-db` and `steady-queue` use manage.py: their arguments need the project's code.
+    that name, with the columns id (a number), task_type, payload, status, priority, retries,
+    max_retries, finished_at and error. For `django-tasks-db` and `steady-queue` use manage.py:
+    their arguments need the project's code.
     """
     if origin in _DJANGO:
         counts = _from_django(origin, dry_run=dry_run)
@@ -102,6 +103,8 @@ def _by_sql(on: Session, origin: Origin) -> dict[str, int]:
     with on.transaction():
         with move_in_sql.tables_of(origin.value):
             on.execute(lock)
+        if origin is Origin.tasks:
+            _check_columns(on)
         after = move_in_sql.BELOW_ALL
         while True:
             try:
@@ -116,6 +119,16 @@ def _by_sql(on: Session, origin: Origin) -> dict[str, int]:
             counts["locked"] += row["locked"]
             counts["scheduled"] += row["scheduled"]
         return counts | on.call(count).values[0]
+
+
+def _check_columns(on: Session) -> None:
+    """Raise PgDeferError if the table `tasks` is of another kind."""
+    lacks = on.one(move_in_sql.TASKS_LACKS)
+    if lacks is not None:
+        raise PgDeferError(
+            f"the table tasks lacks columns: {lacks}",
+            hint="Rows of other tables can be moved by queue.defer_many.",
+        )
 
 
 def _some(after: int, most: int) -> dict[str, Any]:

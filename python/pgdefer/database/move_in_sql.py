@@ -87,6 +87,17 @@ PROCRASTINATE_LEFT = Statement("""
 # Of a table `tasks` as in the article "A minimal task queue", without a status for what is moved.
 TASKS_LOCK = Statement("lock table tasks in share row exclusive mode")
 
+TASKS_LACKS = Statement("""
+    select string_agg(c.wanted, ', ' order by c.no) as columns
+    from unnest(array['id bigint not null', 'task_type', 'payload', 'status', 'priority', 'retries',
+        'max_retries', 'finished_at', 'error']) with ordinality c (wanted, no)
+    where not exists (
+      select from pg_catalog.pg_attribute a
+      where a.attrelid = cast('tasks' as regclass) and a.attname = split_part(c.wanted, ' ', 1)
+        and (a.attname <> 'id'
+          or a.attnotnull and cast(a.atttypid as regtype) in ('smallint', 'integer', 'bigint')))
+""")
+
 TASKS_NEXT = Statement("""
     select min(id) as id from tasks where status = 'pending' and id > cast(:after as bigint)
 """)
@@ -102,7 +113,8 @@ TASKS = Statement("""
             'task', p.task_type, 'args', p.payload, 'priority', p.priority, 'queueing_lock', '',
             'options', cast(cast(:options as text) as jsonb) || jsonb_build_object(
               'delay', 0,
-              'retry', jsonb_build_object('max_attempts', greatest(p.max_retries - p.retries, 1)),
+              'retry', jsonb_build_object('max_attempts',
+                least(greatest(cast(p.max_retries as bigint) - p.retries, 1), 999999999)),
               'headers', jsonb_build_object('tasks',
                 jsonb_build_object('id', p.id, 'retries', p.retries)))) order by p.id), '[]')
         from picked p))),

@@ -128,6 +128,25 @@ def test_a_row_that_is_refused(run: Run, conn: psycopg.Connection, jobs: Jobs) -
     assert run("move-in", "tasks", "--json").json["moved"] == 9
 
 
+@pytest.mark.parametrize(
+    ("columns", "lacks"),
+    [
+        (
+            "id uuid not null, task_type text, payload jsonb, priority int",
+            "id bigint not null, status, retries, max_",
+        ),
+        ("id bigint, task_type text", "id bigint not null, payload, status, priority, "),
+    ],
+)
+def test_another_table_of_tasks(
+    run: Run, conn: psycopg.Connection, columns: str, lacks: str
+) -> None:
+    conn.execute(f"create table tasks ({columns})")
+    done = run("move-in", "tasks")
+    assert done.code == 1
+    assert f"the table tasks lacks columns: {lacks}" in done.err
+
+
 def test_ids_below_one(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
     conn.execute(TABLES)
     conn.execute("update procrastinate_jobs set id = -id")
@@ -152,6 +171,9 @@ def test_a_table_of_tasks(run: Run, conn: psycopg.Connection, jobs: Jobs) -> Non
           ('upload', '{}', 'pending', 5, 2), ('upload', '{}', 'running', 0, 0),
           ('upload', '{}', 'failed', 0, 3)
     """)
+    conn.execute(
+        "update tasks set max_retries = 2147483647, retries = -1 where task_type = 'welcome'"
+    )
     expected = {"moved": 2, "locked": 0, "scheduled": 0, "behind": 0, "running": 1}
     assert run("move-in", "tasks", "--dry-run", "--json").json == expected
     assert jobs() == []
