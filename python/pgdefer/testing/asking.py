@@ -116,7 +116,7 @@ def _length(duration: Mapping[str, float]) -> dt.timedelta:
     """Return the time that is to pass, as dt.timedelta takes it."""
     try:
         length = dt.timedelta(**duration)
-    except (OverflowError, ValueError):  # of numbers that are too large, or nan
+    except (OverflowError, TypeError, ValueError):  # also of other names, too large numbers, nan
         length = dt.timedelta()
     if not dt.timedelta() < length <= _LONGEST:
         given = ", ".join(f"{name}={value!r}" for name, value in duration.items())

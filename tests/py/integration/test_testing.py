@@ -510,9 +510,18 @@ def test_a_fake_job_that_no_worker_would_run(given: Any) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"hours": 1e12}, {"days": math.nan}, {"days": 400_000}, {"days": -1}, {"hours": math.inf}, {}],
+    [
+        {"hours": 1e12},
+        {"days": math.nan},
+        {"days": 400_000},
+        {"days": -1},
+        {"hours": math.inf},
+        {"hour": 1},
+        {"hours": "1"},
+        {},
+    ],
 )
-def test_how_far_a_test_travels(shop: Shop, queue: TestQueue, given: dict[str, float]) -> None:
+def test_how_far_a_test_travels(shop: Shop, queue: TestQueue, given: dict[str, Any]) -> None:
     shop.greet.configure(delay=dt.timedelta(hours=1)).defer("Ann")
     with pytest.raises(ValueError, match="forward, by at most a thousand years: use travel"):
         queue.travel(**given)
