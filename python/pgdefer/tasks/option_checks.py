@@ -87,9 +87,21 @@ def _check_value(what: str, name: str, value: Any, hint: Any) -> None:
         return
     for kind, wanted in _KINDS:
         if kind in choices and len([c for c in choices if c is not type(None)]) == 1:
-            if value is None or isinstance(value, kind):
-                return
-            raise TypeError(f"{what}: {name} must be {wanted}, not {value!r}")
+            if value is not None and not isinstance(value, kind):
+                raise TypeError(f"{what}: {name} must be {wanted}, not {value!r}")
+            if isinstance(value, str):
+                _check_encodable(what, name, value)
+            return
+
+
+def _check_encodable(what: str, name: str, value: str) -> None:
+    """Refuse what can't be sent to a database, such as a file name that was no UTF-8."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{what}: {name} is no text, but half of a character: {value!r}"
+        ) from error
 
 
 def _check_retain(what: str, value: Any) -> None:

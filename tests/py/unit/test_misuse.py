@@ -122,6 +122,7 @@ def test_options_of_an_app(options: Any, kind: type[Exception], message: str) ->
         ({"max_progress": True}, TypeError, "max_progress must be an int, not True"),
         ({"max_progress": math.nan}, TypeError, "max_progress must be an int, not nan"),
         ({"max_progress": -1}, ValueError, "max_progress must not be negative, but is -1"),
+        ({"lock": "a\ud800"}, ValueError, r"lock is no text, but half of a character: 'a\\ud800'"),
         ({"share": "{x}"}, ValueError, r"share names \{x\}, which is no argument: it takes none"),
         ({"group": "{x}"}, ValueError, r"group names \{x\}, which is no argument: it takes none"),
         (
