@@ -30,4 +30,8 @@ def ls_limits(dsn: DSN = None, as_json: AsJson = False) -> None:
     """List the limits, and how much of each is in use."""
     with session(dsn, as_json=as_json) as on:
         rows = on.call(sql.LIMITS)
-    _show.table(rows, LIMITS, empty="There are no limits in use.")
+    _show.table(
+        rows,
+        LIMITS,
+        empty="There are no limits in use. New jobs count once a worker has seen them.",
+    )

@@ -22,4 +22,8 @@ def ls_locks(dsn: DSN = None, as_json: AsJson = False) -> None:
     """List the locks of unfinished jobs, those with the most waiting jobs first."""
     with session(dsn, as_json=as_json) as on:
         rows = on.call(sql.LOCKS)
-    _show.table(rows, LOCKS, empty="No unfinished job has a lock.")
+    _show.table(
+        rows,
+        LOCKS,
+        empty="No unfinished job has a lock. New jobs count once a worker has seen them.",
+    )

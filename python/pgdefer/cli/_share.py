@@ -29,4 +29,6 @@ def ls_shares(dsn: DSN = None, as_json: AsJson = False) -> None:
     """List the shares, and their starts within the last minute."""
     with session(dsn, as_json=as_json) as on:
         rows = on.call(sql.SHARES)
-    _show.table(rows, SHARES, empty="No job has a share.")
+    _show.table(
+        rows, SHARES, empty="No job has a share. New jobs count once a worker has seen them."
+    )

@@ -93,10 +93,11 @@ def test_many_are_cancelled(app: App, run: Run, jobs: Jobs) -> None:
 
 
 def test_locks_and_limits(app: App, run: Run) -> None:
-    assert "No unfinished job has a lock." in run("lock", "ls").out + run("lock", "ls").err
     for _ in range(2):
         app.defer("t", lock="customer:1")
-    app.defer("t", concurrency_key="api", concurrency_limit=2)
+    app.defer("t", concurrency_key="api", concurrency_limit=2, share="a")
+    for of in ("lock", "limit", "share"):
+        assert "New jobs count once a worker has seen them." in run(of, "ls").err
     run("db", "tick")
     (lock,) = run("lock", "ls", "--json").json
     assert (lock["lock"], lock["job_id"], lock["waiting"]) == ("customer:1", 1, 2)
