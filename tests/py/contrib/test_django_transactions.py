@@ -133,6 +133,25 @@ class InTestCase(QueueTestCase, TestCase):
         assert tasks() == []
 
 
+class InPlainTestCase(TestCase):
+    """Jobs are deferred, and none runs."""
+
+    __test__ = False  # test_djangos_test_cases runs it
+    app: ClassVar[Any] = None
+
+    def test_only_the_projects_functions_wait_for_the_commit(self) -> None:
+        with self.captureOnCommitCallbacks() as waiting:
+            charge.defer(order(), "Ann")
+            transaction.on_commit(order)
+        assert waiting == [order]
+
+    def test_deferred_by_on_commit(self) -> None:
+        with self.captureOnCommitCallbacks(execute=True) as waiting, transaction.atomic():
+            transaction.on_commit(partial(charge.defer, order(), "Ann"))
+        assert len(waiting) == 1
+        assert tasks() == [charge.name]
+
+
 class InSimpleTestCase(SimpleTestCase):
     """There is no database, which Django checks."""
 
@@ -173,7 +192,9 @@ class InTransactionTestCase(TransactionTestCase):
             assert Letter.objects.count() == 1
 
 
-@pytest.mark.parametrize("case", [InTestCase, InSimpleTestCase, InTransactionTestCase])
+@pytest.mark.parametrize(
+    "case", [InTestCase, InPlainTestCase, InSimpleTestCase, InTransactionTestCase]
+)
 def test_djangos_test_cases(shop: str, app: DjangoApp, case: type[unittest.TestCase]) -> None:
     case.app = app  # type: ignore[attr-defined]
     result = unittest.TestResult()

@@ -16,7 +16,7 @@ from django.db import Error, connections, transaction
 
 from pgdefer.client.base import tasks_json
 from pgdefer.client.client import Client
-from pgdefer.contrib.django.connections import DjangoSource
+from pgdefer.contrib.django.connections import DjangoSource, is_of_test
 from pgdefer.contrib.django.handlers import atomic_handler
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, CallersConnection, Rows, is_django
@@ -133,8 +133,10 @@ class DjangoClient(Client):
             return
 
         def remember() -> None:
-            if not connection.in_atomic_block:  # as it is in a test, which rolls back
+            if not connection.in_atomic_block:  # as it is in a test that has begun its own
                 self._registered.update(defaults)
 
+        if is_of_test(connection):
+            return  # which rolls back; it may count what waits for the commit
         if connection.in_atomic_block or connection.get_autocommit():
             transaction.on_commit(remember, using=connection.alias)
