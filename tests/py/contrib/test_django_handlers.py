@@ -86,6 +86,42 @@ def test_a_broken_transaction_fails_the_job(app: DjangoApp, drain: Callable[...,
     assert Order.objects.count() == 0
 
 
+def test_what_fails_after_the_commit_is_logged(
+    app: DjangoApp, drain: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("after the commit")
+
+    @app.task(name="after", transactional=True, retry=Retry(2))
+    def after(how: str) -> str | RetryLater:
+        order(how)
+        transaction.on_commit(fail)
+        if how == "fails":
+            raise ValueError(how)
+        if how == "later" and Order.objects.filter(customer=how).count() == 1:
+            return RetryLater()
+        return how
+
+    for how in ("succeeds", "later"):
+        after.defer(how)
+    after.configure(retry=Retry(1)).defer("fails")
+    drain()
+    assert states() == ["succeeded", "succeeded", "failed"]
+    assert sorted(Order.objects.values_list("customer", flat=True)) == [
+        "later",
+        "later",
+        "succeeds",
+    ]
+    assert ("failed", "ValueError: fails") in failures()
+    logged = [record for record in caplog.records if "on_commit()" in record.message]
+    assert len(logged) == 3
+    for record in logged:
+        assert record.levelname == "ERROR"
+        assert record.exc_info is not None
+        assert "after the commit" in str(record.exc_info[1])
+    assert not [record for record in caplog.records if "was refused" in record.message]
+
+
 def test_a_transaction_within_a_middlewares_is_refused(
     app: DjangoApp, drain: Callable[..., None]
 ) -> None:

@@ -20,7 +20,7 @@ from pgdefer.app import App
 from pgdefer.contrib.django import conf
 from pgdefer.contrib.django.client import DjangoClient
 from pgdefer.contrib.django.connections import DjangoSource
-from pgdefer.contrib.django.handlers import around_job, atomic_handler, without_connection
+from pgdefer.contrib.django.handlers import around_job, atomic_job, without_connection
 from pgdefer.contrib.django.values import register_types
 from pgdefer.errors import InvalidParameter, UnknownTask
 from pgdefer.logs import own_loggers
@@ -83,7 +83,7 @@ class DjangoApp(App):
         """Make a function a task, as `App.task`; `transactional=True` uses Django's connection."""
         if options.get("transactional") is not True:
             return super().task(function, **options) if function else super().task(**options)
-        options["transactional"] = functools.partial(atomic_handler, self.client.alias)
+        options["transactional"] = functools.partial(atomic_job, self.client.alias)
 
         def decorate(function: Callable[..., Any]) -> Task[..., Any]:
             if inspect.iscoroutinefunction(function):

@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 import inspect
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -36,7 +37,7 @@ from pgdefer.errors import PgDeferError
 from pgdefer.tasks.context import JobContext, running_job
 from pgdefer.worker.stream import ClaimedJob
 
-__all__ = ["around_job", "atomic_handler", "without_connection"]
+__all__ = ["around_job", "atomic_handler", "atomic_job", "without_connection"]
 
 log = logger("pgdefer.worker")
 
@@ -189,6 +190,24 @@ def atomic_handler(alias: str) -> Iterator[Any]:
         # In one that a handler has left open it can't be set; the worker closes that.
         if driver.info.transaction_status == TransactionStatus.IDLE:
             driver.isolation_level = isolation
+
+
+@contextlib.contextmanager
+def atomic_job(alias: str) -> Iterator[Any]:
+    """Do as atomic_handler. What a function of `on_commit` raises can't undo the outcome."""
+    is_within = connections[alias].in_atomic_block
+    has_committed = threading.Event()
+    try:
+        with atomic_handler(alias) as connection:
+            if not is_within:
+                transaction.on_commit(has_committed.set, using=alias)
+            yield connection
+    except Exception:
+        if not has_committed.is_set():
+            raise
+        said = "%r has ended, but then a function of on_commit() failed; any others are left out"
+        job = running_job()
+        log.exception(said, job, extra=None if job is None else job._log_fields())
 
 
 def _open(connection: Any) -> None:
