@@ -122,6 +122,27 @@ def test_what_fails_after_the_commit_is_logged(
     assert not [record for record in caplog.records if "was refused" in record.message]
 
 
+def test_queries_that_debug_keeps_are_those_of_one_job(
+    app: DjangoApp, drain: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @app.task(name="count")
+    def count() -> int:
+        Order.objects.count()
+        return len(connection.queries_log)
+
+    @app.task(name="count_async")
+    async def count_async() -> int:
+        return await sync_to_async(count.function)()
+
+    monkeypatch.setattr("django.conf.settings.DEBUG", True)
+    monkeypatch.setitem(connections.settings["default"], "CONN_MAX_AGE", None)
+    jobs = [task.defer() for task in (count, count_async) for _ in range(2)]
+    Order.objects.count()
+    drain(concurrency=1)
+    assert [job.result(10) for job in jobs] == [1, 1, 1, 1]
+    assert connection.queries_log  # of this thread, in which no job has run
+
+
 def test_a_transaction_within_a_middlewares_is_refused(
     app: DjangoApp, drain: Callable[..., None]
 ) -> None:

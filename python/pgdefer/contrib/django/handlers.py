@@ -18,7 +18,7 @@ from typing import Any
 
 import psycopg
 from asgiref.sync import SyncToAsync, ThreadSensitiveContext
-from django.db import Error, OperationalError, connections, transaction
+from django.db import Error, OperationalError, connections, reset_queries, transaction
 from psycopg.pq import TransactionStatus
 
 from pgdefer._text import logger
@@ -63,6 +63,7 @@ def _fresh_connections(job: JobContext) -> Iterator[None]:
     is_inner = _is_inner.get()
     if not (is_inner or isinstance(job, ClaimedJob)):
         _discard_left(job)
+        reset_queries()  # with DEBUG, Django keeps those since a request began
     # In a batch, too: the middleware of another job may have begun one.
     others = {connection.alias for connection in left_ones()}
     renew_connections()
