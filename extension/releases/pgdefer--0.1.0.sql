@@ -1353,7 +1353,9 @@ cross join lateral (
   cross join lateral (
     select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
     from queue.job j
-    where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id) offset 0) j
+    where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id)
+      -- says nothing new, but lets the planner expect few rows: else it reads the whole log for each part
+      and j.xid >= b.from_xid and j.xid <= b.to_xid offset 0) j
   where not exists (select from queue.active_job aj where aj.id = j.id)
     and not exists (select from queue.waiting w where w.id = j.id)
     and not exists (select from queue.finished f where f.id = j.id)

@@ -319,3 +319,19 @@ def test_ends_are_counted_by_ranges_of_pages_after_an_operation(session: Session
     assert session("select sum(succeeded) > 90 from queue.minutes") == [(True,)]
     session("select pg_stat_force_next_flush()")
     assert session(read) == before
+
+
+def test_new_jobs_are_read_once_in_however_many_parts_the_backlog_is(
+    conn: Connection, session: Session
+) -> None:
+    """As after a large import: one transaction, and a fetch that has looked at all of it."""
+    ids = session.defer("plain", range(20_000))
+    conn.execute("analyze queue.log")
+    session("select id from queue.fetch(%s, array['other'])", session.worker)
+    ((parts,),) = session("select count(*) from queue.backlog_part")
+    assert parts > 5
+    ((rows,),) = session("select count(*) from queue.unadmitted")
+    statement = "explain (analyze, format json) select count(*) from queue.unadmitted"
+    (((plan,),),) = session(statement)
+    of_log = [one for one in _nodes(plan["Plan"]) if one.get("Relation Name") == "log"]
+    assert len(ids) / 2 < rows <= sum(map(_read, of_log)) < 2 * len(ids)
