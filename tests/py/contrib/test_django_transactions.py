@@ -17,6 +17,7 @@ from shop.models import Letter, Order
 from shop.tasks import charge, stamp
 
 from bouncer import PROGRAM, bouncing
+from pgdefer import Retry
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Job
 from pgdefer.testing import CommittedTestQueue, MemoryQueue, QueueTestCase
@@ -244,6 +245,39 @@ def test_psycopgs_pool(shop: str, app: DjangoApp, monkeypatch: pytest.MonkeyPatc
         stats = pool.get_stats()
         assert stats["pool_available"] == stats["pool_size"]
         assert stats.get("requests_errors", 0) == 0
+
+
+def test_without_autocommit(
+    app: DjangoApp,
+    own_tasks: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @app.task(name="by hand", retry=Retry(1))
+    def by_hand(closes: bool) -> None:
+        order("by hand")
+        transaction.commit()
+        if closes:
+            connection.connection.close()  # type: ignore[union-attr]
+
+    @app.task(name="in a block", retry=Retry(1), transactional=True)
+    def in_a_block(one: Order, fails: bool) -> None:
+        one.state = "charged"
+        one.save()
+        if fails:
+            raise ZeroDivisionError
+
+    with reconnected(monkeypatch, AUTOCOMMIT=False, CONN_MAX_AGE=None):
+        jobs = [by_hand.defer(closes) for closes in (True, False)]
+        jobs += [in_a_block.defer(order(name), name == "Cid") for name in ("Ann", "Bob", "Cid")]
+        jobs += [by_hand.defer(False)]
+        transaction.commit()
+        app.run_worker(drain=True, concurrency=1)
+        assert [job.state() for job in jobs] == [*["succeeded"] * 4, "failed", "succeeded"]
+        assert Order.objects.filter(customer="by hand").count() == 3
+        assert Order.objects.filter(state="charged").count() == 2
+        transaction.rollback()
+    assert not [record for record in caplog.records if "left" in record.message]
 
 
 @pytest.mark.skipif(PROGRAM is None, reason="there is no pgbouncer here")

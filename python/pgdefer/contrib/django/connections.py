@@ -23,6 +23,7 @@ __all__ = [
     "DjangoSource",
     "close_connections",
     "discard",
+    "is_between",
     "is_of_test",
     "left_ones",
     "loses_writes",
@@ -64,12 +65,19 @@ def renew_connections() -> None:
         ):
             connection.close()
         else:
-            connection.close_if_unusable_or_obsolete()
+            _close_if_obsolete(connection)
 
 
 def close_connections() -> None:
     """Close this thread's connections that should not be kept, as Django does after a request."""
     for connection in _idle_ones():
+        _close_if_obsolete(connection)
+
+
+def _close_if_obsolete(connection: BaseDatabaseWrapper) -> None:
+    if connection.errors_occurred and not connection.get_autocommit():
+        connection.close()  # by Django's own test a transaction would begin
+    else:
         connection.close_if_unusable_or_obsolete()
 
 
@@ -79,8 +87,16 @@ def _idle_ones() -> list[BaseDatabaseWrapper]:
     return [
         one
         for one in every
-        if one.connection is not None and not one.in_atomic_block and one.get_autocommit()
+        if one.connection is not None and not one.in_atomic_block and is_between(one)
     ]
+
+
+def is_between(connection: BaseDatabaseWrapper) -> bool:
+    """Whether the next statement begins a transaction, or is one."""
+    if connection.get_autocommit():
+        return True
+    idle = (TransactionStatus.IDLE, TransactionStatus.UNKNOWN)
+    return not connection.settings_dict["AUTOCOMMIT"] and _status(connection) in idle
 
 
 def is_of_test(connection: BaseDatabaseWrapper) -> bool:

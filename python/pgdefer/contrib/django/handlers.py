@@ -173,6 +173,8 @@ def atomic_handler(alias: str) -> Iterator[Any]:
             yield connection
         return
     _open(connection)
+    if by_hand := not connection.get_autocommit():
+        connection.set_autocommit(True)  # so that the block's end commits; refused in a transaction
     driver = connection.connection
     isolation, driver.isolation_level = (
         driver.isolation_level,
@@ -191,6 +193,8 @@ def atomic_handler(alias: str) -> Iterator[Any]:
         # In one that a handler has left open it can't be set; the worker closes that.
         if driver.info.transaction_status == TransactionStatus.IDLE:
             driver.isolation_level = isolation
+            if by_hand:
+                connection.set_autocommit(False)
 
 
 @contextlib.contextmanager

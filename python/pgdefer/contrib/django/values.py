@@ -13,7 +13,7 @@ from django.utils.functional import Promise
 from django.utils.safestring import SafeString
 
 from pgdefer.codec import Codec
-from pgdefer.contrib.django.connections import renew_connections
+from pgdefer.contrib.django.connections import is_between, renew_connections
 from pgdefer.errors import DecodeError, EncodeError
 from pgdefer.tasks.context import running_job
 
@@ -47,8 +47,12 @@ def _decode_row(value: dict[str, Any]) -> models.Model:
     alias = value.get("database") or router.db_for_write(model)
     connection = connections[alias]
     was_open = connection.connection is not None
-    if was_open and running_job() is not None:  # elsewhere the connection is the caller's
+    is_in_job = running_job() is not None  # elsewhere the connection is the caller's
+    if was_open and is_in_job:
         renew_connections()
+    may_end = (
+        is_in_job and not connection.in_atomic_block and (not was_open or is_between(connection))
+    )
     try:
         row: models.Model = model._base_manager.using(alias).get(pk=value["pk"])
     except model.DoesNotExist as error:
@@ -56,6 +60,8 @@ def _decode_row(value: dict[str, Any]) -> models.Model:
     else:
         return row
     finally:
+        if may_end and not connection.get_autocommit():
+            connection.rollback()  # of nothing but what has been read here
         if not was_open and not connection.in_atomic_block:
             connection.close_if_unusable_or_obsolete()
 
