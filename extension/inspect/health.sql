@@ -158,7 +158,7 @@ begin
       (select e.at from queue.expiry e
         where not exists (select from queue.active_job aj where aj.id = e.id and aj.claim is not null)
         order by e.at limit 1),
-      queue._next_lease_end()) as at
+      queue._next_lease_end(), queue._removal_overdue_since(p_now)) as at
   into v_facts from queue.cursor_now k;
   status := case when v_facts.at < p_now - interval '10 minutes' then 'fail'
     when v_facts.at < p_now - interval '1 minute' then 'warn' else 'ok' end;

@@ -14919,6 +14919,46 @@ begin
   return cardinality(v_ids);
 end $$;
 
+-- Since when 10,000 jobs have been due for removal, and an hour more; NULL if fewer are. Jobs that others need
+-- are due and stay, so a few say nothing.
+create or replace function queue._removal_overdue_since(p_now timestamptz)
+returns timestamptz language plpgsql stable parallel safe security invoker set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = on set jit = off as $$
+begin
+  return least(
+    (select f.purge_at from queue.finished f where f.purge_at < p_now order by f.purge_at offset 10000 limit 1),
+    (select f.finished_at + interval '7 days' from queue.finished f
+     where f.purge_at is null and f.state = 'succeeded' and f.finished_at < p_now - interval '7 days'
+     offset 10000 limit 1)) + interval '1 hour';
+end $$;
+
+-- Removes what is due, after one in 500 claims: a worker that is never idle makes only heartbeats otherwise,
+-- and ends more jobs than these can remove. So for each job that starts, two may go. Most calls find nothing.
+-- An error is a warning, as in _maintain.
+-- Locks: the admission lock by try; then as _prune.
+create or replace function queue._prune_in_pace()
+returns void language plpgsql volatile parallel unsafe security invoker set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = on set jit = off as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_safe_at timestamptz;
+begin
+  if exists (select from queue.finished f where f.purge_at <= v_now)
+    or exists (select from queue.finished f where f.purge_at is null and f.state = 'succeeded'
+      and f.finished_at < v_now - interval '7 days')
+    or exists (select from queue.idempotency_key k where k.expires_at <= v_now)
+  then
+    if queue._lock_admission(false) then
+      v_safe_at := queue._safe_at();
+      if not (select a.has_more from queue._admit(1000) a) then
+        perform queue._prune(1000, v_safe_at);
+        perform queue._prune_idempotency_keys(1000);
+        perform queue._forget_semaphores();
+      end if;
+    end if;
+  end if;
+exception when others then
+  raise warning 'pgdefer: pruning failed: % (%)', sqlerrm, sqlstate;
+end $$;
+
 -- Jobs in a state that have finished by a time and that no job needs, as far as can be seen without a lock.
 -- Locks: none; _prune_found asks again. Two sessions: work/retention.found.spec.
 create or replace function queue._prunable(p_max_jobs integer, p_state text, p_finished_until timestamptz)
@@ -15226,6 +15266,7 @@ create or replace function queue._do_duties(
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_admit record;
+  v_pruned integer;
   v_start timestamptz := clock_timestamp();
   v_safe_at timestamptz := queue._safe_at();
 begin
@@ -15249,7 +15290,11 @@ begin
   pruned := 0;
   begin
     if not v_admit.has_more then
-      pruned := queue._prune(1000, v_safe_at);
+      for v_slice in 1 .. p_slices loop
+        v_pruned := queue._prune(1000, v_safe_at);
+        pruned := pruned + v_pruned;
+        exit when v_pruned < 1000 or clock_timestamp() > v_start + p_budget / 2;
+      end loop;
       perform queue._prune_idempotency_keys(5000);
       perform queue._prune_events(1000, v_safe_at);
       if random() < 0.01 then
@@ -17402,6 +17447,8 @@ begin
   if v_claimed.ids is null then
     perform queue._maintain_idle();
     return;
+  elsif random() * 500 < cardinality(v_claimed.ids) then
+    perform queue._prune_in_pace();
   end if;
   -- a separate statement: only a new snapshot shows the claims
   if v_claimed.first_claim is not null then
@@ -17523,6 +17570,8 @@ begin
   if v_claimed.ids is null then
     perform queue._maintain_idle();
     return;
+  elsif random() * 500 < cardinality(v_claimed.ids) then
+    perform queue._prune_in_pace();
   end if;
   -- a separate statement: only a new snapshot shows the claims
   return query select r.* from queue._claimed_rows(v_claimed.ids, v_claimed.first_claim) r;
@@ -22056,7 +22105,7 @@ begin
       (select e.at from queue.expiry e
         where not exists (select from queue.active_job aj where aj.id = e.id and aj.claim is not null)
         order by e.at limit 1),
-      queue._next_lease_end()) as at
+      queue._next_lease_end(), queue._removal_overdue_since(p_now)) as at
   into v_facts from queue.cursor_now k;
   status := case when v_facts.at < p_now - interval '10 minutes' then 'fail'
     when v_facts.at < p_now - interval '1 minute' then 'warn' else 'ok' end;

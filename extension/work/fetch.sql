@@ -72,6 +72,8 @@ begin
   if v_claimed.ids is null then
     perform queue._maintain_idle();
     return;
+  elsif random() * 500 < cardinality(v_claimed.ids) then
+    perform queue._prune_in_pace();
   end if;
   -- a separate statement: only a new snapshot shows the claims
   if v_claimed.first_claim is not null then
@@ -193,6 +195,8 @@ begin
   if v_claimed.ids is null then
     perform queue._maintain_idle();
     return;
+  elsif random() * 500 < cardinality(v_claimed.ids) then
+    perform queue._prune_in_pace();
   end if;
   -- a separate statement: only a new snapshot shows the claims
   return query select r.* from queue._claimed_rows(v_claimed.ids, v_claimed.first_claim) r;

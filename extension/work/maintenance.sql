@@ -84,6 +84,7 @@ create or replace function queue._do_duties(
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_admit record;
+  v_pruned integer;
   v_start timestamptz := clock_timestamp();
   v_safe_at timestamptz := queue._safe_at();
 begin
@@ -107,7 +108,11 @@ begin
   pruned := 0;
   begin
     if not v_admit.has_more then
-      pruned := queue._prune(1000, v_safe_at);
+      for v_slice in 1 .. p_slices loop
+        v_pruned := queue._prune(1000, v_safe_at);
+        pruned := pruned + v_pruned;
+        exit when v_pruned < 1000 or clock_timestamp() > v_start + p_budget / 2;
+      end loop;
       perform queue._prune_idempotency_keys(5000);
       perform queue._prune_events(1000, v_safe_at);
       if random() < 0.01 then

@@ -105,6 +105,46 @@ begin
   return cardinality(v_ids);
 end $$;
 
+-- Since when 10,000 jobs have been due for removal, and an hour more; NULL if fewer are. Jobs that others need
+-- are due and stay, so a few say nothing.
+create or replace function queue._removal_overdue_since(p_now timestamptz)
+returns timestamptz language plpgsql stable parallel safe security invoker {{planner_brin}} as $$
+begin
+  return least(
+    (select f.purge_at from queue.finished f where f.purge_at < p_now order by f.purge_at offset 10000 limit 1),
+    (select f.finished_at + interval '{{keep_succeeded}}' from queue.finished f
+     where f.purge_at is null and f.state = 'succeeded' and f.finished_at < p_now - interval '{{keep_succeeded}}'
+     offset 10000 limit 1)) + interval '1 hour';
+end $$;
+
+-- Removes what is due, after one in 500 claims: a worker that is never idle makes only heartbeats otherwise,
+-- and ends more jobs than these can remove. So for each job that starts, two may go. Most calls find nothing.
+-- An error is a warning, as in _maintain.
+-- Locks: the admission lock by try; then as _prune.
+create or replace function queue._prune_in_pace()
+returns void language plpgsql volatile parallel unsafe security invoker {{planner_brin}} as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_safe_at timestamptz;
+begin
+  if exists (select from queue.finished f where f.purge_at <= v_now)
+    or exists (select from queue.finished f where f.purge_at is null and f.state = 'succeeded'
+      and f.finished_at < v_now - interval '{{keep_succeeded}}')
+    or exists (select from queue.idempotency_key k where k.expires_at <= v_now)
+  then
+    if queue._lock_admission(false) then
+      v_safe_at := queue._safe_at();
+      if not (select a.has_more from queue._admit(1000) a) then
+        perform queue._prune(1000, v_safe_at);
+        perform queue._prune_idempotency_keys(1000);
+        perform queue._forget_semaphores();
+      end if;
+    end if;
+  end if;
+exception when others then
+  raise warning 'pgdefer: pruning failed: % (%)', sqlerrm, sqlstate;
+end $$;
+
 -- Jobs in a state that have finished by a time and that no job needs, as far as can be seen without a lock.
 -- Locks: none; _prune_found asks again. Two sessions: work/retention.found.spec.
 create or replace function queue._prunable(p_max_jobs integer, p_state text, p_finished_until timestamptz)

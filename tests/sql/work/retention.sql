@@ -1,6 +1,6 @@
 -- Retention: from completion, by state, queue, task and job; needed jobs stay; locked ones are skipped.
 
-select plan(71);
+select plan(78);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -230,5 +230,30 @@ drop trigger slow on queue.finished;
 select is(queue.prune(100000, 'succeeded') between 1 and 10000, true, 'else 10,000 at most');
 select queue.prune(100000, 'succeeded') from generate_series(1, 20) \g /dev/null
 select is_empty('select from queue.finished f join queue.job j on j.id = f.id where j.queue = ''many at once''', 'further calls remove the rest');
+
+-- Workers that are never idle remove as many as they run
+create function pg_temp.due() returns bigint language sql as $$ select count(*) from queue.finished f where f.purge_at < now() $$;
+create function pg_temp.run_all(n integer) returns void language plpgsql as $$
+declare
+  v_outcomes jsonb := '[]';
+begin
+  loop
+    select jsonb_agg(jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', 'succeeded')) into v_outcomes
+    from queue.finish_and_fetch((select max(w.id) from queue.workers w), v_outcomes, '{busy}', n) f;
+    exit when v_outcomes is null;
+  end loop;
+end $$;
+select count(*) from queue.defer_many((select jsonb_agg('{"task": "t", "queue": "busy", "options": {"retain": "1 minute"}}'::jsonb) from generate_series(1, 12000))) \g /dev/null
+select pg_temp.run_all(1000);
+select pg_temp.pass('62 minutes');
+select is(pg_temp.due(), 12000::bigint, 'many are due');
+select is((select h.status from queue.health() h where h.name = 'due'), 'warn', 'health says so after an hour');
+select count(*) from queue.defer_many((select jsonb_agg('{"task": "t", "queue": "busy"}'::jsonb) from generate_series(1, 4000))) \g /dev/null
+select pg_temp.run_all(1000);
+select is(pg_temp.due() between 7000 and 9000, true, 'fetches remove a thousand for each five hundred claims: ' || pg_temp.due());
+select is((select h.status from queue.health() h where h.name = 'due'), 'ok', 'a few may be needed, and say nothing');
+select is((select d.pruned from queue._do_duties('1 hour', 5) d), 5000, 'one call of tick removes many');
+select is((select d.pruned from queue._do_duties('0', 5) d), 1000, 'without time, a thousand');
+select is_empty('select * from queue.check()', 'everything is in order');
 
 select * from finish();
