@@ -86,19 +86,45 @@ end $$;
 
 -- Marks workers as gone whose last heartbeat is too long ago, and notes for those that went before which
 -- transactions may still create claims of theirs (waits_for).
--- Locks: rows of queue.worker by skip locked.
+-- If all are silent at once, it marks none (_are_all_silent). Until a heartbeat that found this has committed,
+-- it holds the row of queue.installation, and others give up nobody: they would see its worker alive, and not
+-- yet what it wrote. If the clock was set back, what was seen at a later time counts as seen now.
+-- Locks: rows of queue.worker, and of queue.installation, by skip locked.
 create or replace function queue._mark_dead_workers(p_now timestamptz, p_up_since timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  update queue.worker w set gone_at = p_now
+  update queue.worker w set last_seen_at = p_now
   where w.id = any (array(select w.id from queue.worker w where w.gone_at is null
-    and greatest(w.last_seen_at, p_up_since) + w.dead_after < p_now
-    and not (w.info ? 'session' and queue._is_in_handler(w.info)) for update skip locked));
+    and w.last_seen_at > p_now + interval '10 s' for update skip locked));
+  if queue._are_all_silent(p_now, p_up_since) then
+    perform queue._restart_grace(p_now);
+  elsif exists (select from queue.worker w where w.gone_at is null
+    and greatest(w.last_seen_at, p_up_since) + w.dead_after < p_now) then
+    perform from queue.installation i for share skip locked;
+    if found then
+      update queue.worker w set gone_at = p_now
+      where w.id = any (array(select w.id from queue.worker w where w.gone_at is null
+        and greatest(w.last_seen_at, queue._up_since()) + w.dead_after < p_now
+        and not (w.info ? 'session' and queue._is_in_handler(w.info)) for update skip locked));
+    end if;
+  end if;
   update queue.worker w
   set waits_for = queue._virtual_transactions()
   where w.id = any (array(select w.id from queue.worker w
                           where w.gone_at < p_now and w.waits_for is null
                             and w.xmin <> pg_current_xact_id()::xid for update skip locked));
+end $$;
+
+-- Whether no worker has been seen for its dead_after. Then the server was silent, or something before it (its
+-- machine was paused, or a pooler), or its clock was set forward, and live workers must get dead_after once
+-- more: else they would be given up, and their jobs run twice. They can all have died, too. So it is true once,
+-- until one of them is seen, or another registers. Also whether the clock was set back past p_up_since.
+create or replace function queue._are_all_silent(p_now timestamptz, p_up_since timestamptz)
+returns boolean language plpgsql volatile parallel safe security invoker as $$
+begin
+  return p_up_since > p_now + interval '10 s' or coalesce((
+    select bool_and(w.last_seen_at + w.dead_after < p_now) and max(w.last_seen_at) > p_up_since
+    from queue.worker w where w.gone_at is null), false);
 end $$;
 
 -- Ends the claims of gone workers until p_until, but at least 20; returns their number. A worker of which

@@ -40,6 +40,10 @@ begin
     perform queue._invalid('memory must not be negative',
       'Pass how many bytes the worker''s processes have in memory, or NULL if that is unknown.');
   end if;
+  if v_may_maintain and queue._are_all_silent(clock_timestamp(), queue._up_since()) then
+    perform queue._restart_grace(clock_timestamp());  -- before this one is seen
+    v_may_maintain := false;
+  end if;
   update queue.worker w set last_seen_at = clock_timestamp(), memory = heartbeat.memory
   where w.id = heartbeat.worker and w.gone_at is null;
   if not found then

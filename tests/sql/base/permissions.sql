@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(175);
+select plan(176);
 
 \ir permissions.helpers.psql
 
@@ -94,6 +94,7 @@ insert into calls values
   ('select count(*) from queue.unrestricted', ''),
   ('select count(*) from queue.visible_queues', ''),
   ('select count(*) from queue.hidden_paths', ''),
+  ('select count(*) from queue.all_jobs', ''),
   ('select queue.defer_group(''[]'', ''{"task": "t"}'')', 'p'),
   ('select queue.defer_chain(''[{"task": "t"}]'')', 'p'),
   ('select queue.result(:id)', 'pwor'),

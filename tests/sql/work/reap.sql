@@ -1,5 +1,5 @@
 -- Reaping: what it ends, and what it leaves: dead workers, leases, timeouts, crash loops, damaged rows.
-select plan(137);
+select plan(154);
 
 \ir workers.helpers.psql
 
@@ -358,5 +358,53 @@ select is(queue._reap_claim(:id, :claim - 1, 'crashed', 'too late'), 0, 'nor the
 select is((select j.state || ' ' || j.claim from queue.jobs j where j.id = :id), 'running ' || :claim, 'its job runs');
 select is_empty('select * from queue.lease', 'and the lease of the ended claim goes');
 select queue.succeed(:id, :claim);
+
+-- If all workers are silent at once, the server was silent, or its clock was set forward: they get their time again
+create function pg_temp.silent_for(silence interval) returns void language sql as $$
+  update queue.worker w set last_seen_at = clock_timestamp() - silence where w.gone_at is null
+$$;
+create procedure pg_temp.up_for(since interval) language plpgsql as $$
+begin
+  update queue.installation set up_since = now() - since;
+  update queue.installation i set written = i.xmin;
+end $$;
+create function pg_temp.alive() returns bigint language sql as $$ select count(*) from queue.worker w where w.gone_at is null $$;
+select queue.deregister_worker(w.id) from queue.workers w \g /dev/null
+alter table queue.worker disable trigger stay_alive;
+select queue.register_worker('one') as one, queue.register_worker('other') as other \gset
+select queue.defer('t', queue => 'silence') as id \gset
+select f.claim from queue.fetch(:one, '{silence}') f \gset
+call pg_temp.up_for('1 hour');
+select pg_temp.silent_for('45 s');
+select is((select r.reaped from queue.reap() r), 0, 'a reaper gives nobody up');
+select is(pg_temp.alive(), 2::bigint, 'both are alive');
+select ok(now() - queue._up_since() < interval '30 s', 'their silence counts from now on');
+select ok(queue._is_era(queue._era()), 'in the same era');
+call pg_temp.up_for('1 hour');
+select pg_temp.silent_for('45 s');
+select is_empty(format('select * from queue.heartbeat(%s)', :other), 'the heartbeat of one');
+select is(pg_temp.alive(), 2::bigint, 'does not give up the other');
+select is((select r.reaped from queue.reap() r), 0, 'nor does a reaper after it');
+select is((select j.state || ' ' || j.claim from queue.jobs j where j.id = :id), 'running ' || :claim, 'and its job runs on');
+call pg_temp.up_for('40 s');
+select pg_temp.silent_for('45 s');
+select is((select r.reaped from queue.reap() r), 1, 'once more silent as long');
+select is(pg_temp.alive(), 0::bigint, 'without a sign of life, they have died');
+select queue.register_worker('one') as one, queue.register_worker('other') as other \gset
+call pg_temp.up_for('1 hour');
+select pg_temp.silent_for('45 s');
+select queue.register_worker('new') as new \gset
+select is((select r.reaped from queue.reap() r), 0, 'where a new worker has come');
+select is(pg_temp.alive(), 1::bigint, 'the others have died');
+
+-- A clock that was set back
+select queue.register_worker('dies', info => '{"dead_after": "1 minute"}') as dies \gset
+select pg_temp.silent_for('-1 hour');
+select is((select r.reaped from queue.reap() r), 0, 'what was seen later than now');
+select ok((select w.last_seen_at <= clock_timestamp() from queue.worker w where w.id = :dies), 'counts as seen now');
+call pg_temp.up_for('-1 hour');
+select is((select r.reaped from queue.reap() r), 0, 'so does');
+select ok(queue._up_since() <= clock_timestamp(), 'the start of the server');
+select is_empty('select * from queue.check()', 'everything is in order');
 
 select * from finish();
