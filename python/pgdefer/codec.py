@@ -27,7 +27,6 @@ makes a process import anything. NaN and infinities are refused.
 from __future__ import annotations
 
 import base64
-import collections
 import dataclasses
 import datetime as dt
 import enum
@@ -43,7 +42,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from decimal import Decimal
 from typing import Any, Generic, NoReturn, TypeVar, cast
 
-from pgdefer.errors import DecodeError, EncodeError
+from pgdefer.errors import DecodeError, EncodeError, PgDeferError
 
 __all__ = [
     "STEP_FAILED",
@@ -229,6 +228,7 @@ class Codec:
         if kind is dict:
             encode = self.encode
             if TAG in value or not all(type(key) is str and is_storable(key) for key in value):
+                _hashed(value, EncodeError)
                 pairs = [[encode(key), encode(item)] for key, item in value.items()]
                 return _tagged("dict", pairs)
             return {key: encode(item) for key, item in value.items()}
@@ -264,8 +264,11 @@ class Codec:
         return _tagged(own.tag, self.encode(own.encode(value)))
 
     def _encode_sequence(self, tag: str, value: Any) -> Any:
+        is_hashed = tag in ("set", "frozenset")
+        if is_hashed:
+            _hashed(value, EncodeError)
         items = [self.encode(item) for item in value]
-        if tag in ("set", "frozenset"):
+        if is_hashed:
             items.sort(key=_dumps)
         return _tagged(tag, items)
 
@@ -372,23 +375,39 @@ class Codec:
         raise DecodeError(f"unknown tag {tag!r}", hint="Register its type with app.codec.register.")
 
 
-def _check_hashes(keys: Iterable[Any]) -> None:
-    """Raise DecodeError for keys that would collide: a set of n of them takes n * n steps.
+def _hashed(keys: Iterable[Any], error: type[PgDeferError]) -> set[Any]:
+    """Return the keys as a set. Raise an error if that takes too long: see _MOST_COMPARED.
 
-    Texts can't be chosen so, as Python salts their hashes; numbers can.
+    Keys with one hash are compared with each other. Texts can't be chosen so, as Python salts
+    their hashes; numbers can.
     """
-    ((_, most),) = collections.Counter(map(hash, keys)).most_common(1) or [(0, 0)]
-    if most > _MOST_ALIKE:
-        raise DecodeError(f"a set or dict has {most} keys with one hash")
+    found: set[Any] = set()
+    alike: dict[int, int] = {}
+    compared: dict[int, int] = {}
+    for key in keys:
+        before = len(found)
+        found.add(key)
+        number = hash(key)
+        others = alike.get(number, 0)
+        if len(found) == before:
+            others -= 1  # the key itself was met before
+        else:
+            alike[number] = others + 1
+        if others:
+            compared[number] = compared.get(number, 0) + others
+            if compared[number] > _MOST_COMPARED:
+                raise error(
+                    "a set or dict has too many keys with one hash", hint="Store them as a list."
+                )
+    return found
 
 
 def _set(value: list[Any]) -> set[Any]:
-    _check_hashes(value)
-    return set(value)
+    return _hashed(value, DecodeError)
 
 
 def _dict(value: list[Any]) -> dict[Any, Any]:
-    _check_hashes(key for key, _ in value)
+    _hashed((key for key, _ in value), DecodeError)
     return {key: item for key, item in value}  # noqa: C416 (checks the pairs)
 
 
@@ -575,8 +594,9 @@ _ENCODERS: dict[type, Encoder] = {
     bytes: lambda value: _tagged("bytes", _base64(value)),
     bytearray: lambda value: _tagged("bytearray", _base64(value)),
 }
-# How many keys of one hash a set or dict may have: by chance there are few.
-_MOST_ALIKE = 100
+# How often a set or dict may compare keys with one hash: that of 500 keys with each other. Many
+# such sets in 3 MB take about a second.
+_MOST_COMPARED = 500 * 499 // 2
 _SEQUENCES = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 _SPECIAL: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "datetime": lambda value, whole: _unzoned(dt.datetime.fromisoformat(value), whole),

@@ -241,11 +241,24 @@ def test_what_is_not_ours_is_refused(stored: str, message: str) -> None:
 def test_keys_of_one_hash_are_refused(tag: str) -> None:
     """A set of a million of them would take hours."""
     numbers = [(2**61 - 1) * n for n in range(1_000_000)]
-    items = [[number, 0] for number in numbers] if tag == "dict" else numbers
-    with pytest.raises(DecodeError, match="1000000 keys with one hash"):
-        Codec().decode({"__pgdefer__": tag, "value": items})
-    few = dict.fromkeys(numbers[:100], 0)
-    assert Codec().loads(Codec().dumps(few)) == few
+    codec = Codec()
+
+    def decoded(keys: list[int]) -> Any:
+        value = [[key, 0] for key in keys] if tag == "dict" else keys
+        return codec.decode({"__pgdefer__": tag, "value": value})
+
+    def made(keys: list[int]) -> Any:
+        kinds: Any = {"set": set, "frozenset": frozenset, "dict": lambda k: dict.fromkeys(k, 0)}
+        return kinds[tag](keys)
+
+    for keys in numbers, numbers[:501], numbers[:400] + numbers[:1] * 1000:
+        with pytest.raises(DecodeError, match="too many keys with one hash"):
+            decoded(keys)
+    with pytest.raises(EncodeError, match="argument 'x': a set or dict has too many keys with"):
+        codec.dumps_args({"x": made(numbers[:501])})
+    for keys in numbers[:500], [2**k for k in range(6200)]:  # 102 of each of 61 hashes
+        assert codec.loads(codec.dumps(made(keys))) == made(keys)
+    assert decoded([1] * 1_000_000) == made([1])
 
 
 async def test_depth_is_refused() -> None:
