@@ -33,9 +33,20 @@ def test_it_serves_the_database_of_pgdefer_dsn_and_says_where(
 ) -> None:
     with served(environment | {"PGDEFER_DSN": dsn}) as (address, _):
         assert "Log out" in log_in(address)
-        # by a name that another site lets resolve to this machine
-        with visitor(address, headers={"host": "evil.example"}) as client:
-            assert client.get("/login").status_code == 400
+        for host, status in {
+            "127.0.0.1:8080": 200,
+            "localhost:8080": 200,
+            "LOCALHOST": 200,
+            "[::1]": 200,
+            "[::1]:8080": 200,
+            # by a name that another site lets resolve to this machine
+            "evil.example": 400,
+            "localhost.evil.example": 400,
+            "localhost:80@evil.example": 400,
+            "": 400,
+        }.items():
+            with visitor(address, headers={"host": host}) as client:
+                assert client.get("/login").status_code == status, host
 
 
 def test_it_serves_the_embedded_server_if_nothing_names_another(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated
 
 import typer
 import uvicorn
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pgdefer._text import escaped
 from pgdefer.database.source import Source
@@ -15,6 +18,25 @@ from pgdefer.errors import InvalidParameter
 from . import asgi
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
+_LOCAL_HOST = re.compile(r"(127\.0\.0\.1|\[::1\]|localhost)(:\d+)?", re.IGNORECASE)
+
+
+def local_only(page: ASGIApp) -> ASGIApp:
+    """Refuse requests that name another host.
+
+    Else a site whose name resolves to this machine could log in from its visitors' browsers.
+    Starlette's TrustedHostMiddleware refuses [::1] before 1.7, and LOCALHOST still in 1.7.
+    """
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not _LOCAL_HOST.fullmatch(
+            Headers(scope=scope).get("host", "")
+        ):
+            await PlainTextResponse("Invalid host header", 400)(scope, receive, send)
+        else:
+            await page(scope, receive, send)
+
+    return guarded
 
 
 def web(  # noqa: PLR0917 (typer passes them by name)
@@ -48,10 +70,8 @@ def web(  # noqa: PLR0917 (typer passes them by name)
     if source.kind == "embedded" and not no_password:
         raise typer.BadParameter("the embedded server requires no password: add --no-password")
     page = asgi(source.conninfo(), role_header=role_header, needs_password=not no_password)
-    # Else a site whose name resolves to this machine could log in from its visitors' browsers.
-    hosts = [*LOCAL, "[::1]"] if no_password else ["*"]
     uvicorn.run(
-        TrustedHostMiddleware(page, hosts),
+        local_only(page) if no_password else page,
         host=host,
         port=port,
         root_path=root_path,
