@@ -15,8 +15,8 @@ from pgdefer.tasks.stepping import StepCalls
 from pgdefer.tasks.steps import (
     Child,
     check_name,
-    check_progress,
     check_stored_name,
+    checked_progress,
     ids_of,
     results_of,
 )
@@ -170,6 +170,6 @@ class DurableCalls(StepCalls):
 
     def progress(self, percent: float | None, message: str | None = None) -> None:
         """Set the progress that queue.jobs shows. None as the message keeps the last one."""
-        check_progress(percent, message)
-        parameters = {"id": self.id, "claim": self.claim, "percent": percent, "message": message}
+        rounded = checked_progress(percent, message)
+        parameters = {"id": self.id, "claim": self.claim, "percent": rounded, "message": message}
         self.client.call(sql.SET_PROGRESS, parameters)

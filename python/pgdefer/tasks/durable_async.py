@@ -14,8 +14,8 @@ from pgdefer.tasks.stepping_async import AsyncStepCalls
 from pgdefer.tasks.steps import (
     Child,
     check_name,
-    check_progress,
     check_stored_name,
+    checked_progress,
     ids_of,
     results_of,
 )
@@ -175,6 +175,6 @@ class AsyncDurableCalls(AsyncStepCalls):
 
     async def progress_async(self, percent: float | None, message: str | None = None) -> None:
         """Set the progress that queue.jobs shows. None as the message keeps the last one."""
-        check_progress(percent, message)
-        parameters = {"id": self.id, "claim": self.claim, "percent": percent, "message": message}
+        rounded = checked_progress(percent, message)
+        parameters = {"id": self.id, "claim": self.claim, "percent": rounded, "message": message}
         await self.client.call_async(sql.SET_PROGRESS, parameters)

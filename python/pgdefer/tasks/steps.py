@@ -210,6 +210,7 @@ def _numbered(name: str, uses: int) -> str:
     return name if uses == 1 else f"{name}#{uses}"
 
 
+_REAL = (Decimal, numbers.Real)
 # A name that has a number (queue._step_key).
 _WITH_NUMBER = re.compile(r"(.+)#(?:[2-9]|[1-9][0-9]{1,8})", re.DOTALL)
 
@@ -237,14 +238,18 @@ def check_stored_name(what: str, text: object) -> None:
         raise InvalidParameter(f"{what} is too long", detail=f"{size} bytes", hint=hint)
 
 
-def check_progress(percent: Any, message: object) -> None:
-    """Raise TypeError or ValueError for what can't be a job's progress."""
-    if percent is not None:
-        is_real = isinstance(percent, Decimal | numbers.Real) and not isinstance(percent, bool)
-        rounded = round(float(percent), 2) if is_real else percent  # as the database does
-        check_number("percent", rounded, float, at_least=0, at_most=100)
+def checked_progress(percent: Any, message: object) -> Any:
+    """Return a percentage as it is stored. Raises TypeError or ValueError for what is none."""
     if message is not None and not isinstance(message, str):
         raise TypeError(f"message must be text, not {message!r}")
+    if percent is None:
+        return None
+    rounded = percent
+    if not isinstance(percent, bool) and isinstance(percent, _REAL):
+        with contextlib.suppress(OverflowError):
+            rounded = round(float(percent), 2)
+    check_number("percent", rounded, _REAL, at_least=0, at_most=100)
+    return rounded
 
 
 def step_json(key: str, value: str | None, fingerprint: str | None) -> str:

@@ -16,7 +16,7 @@ from pgdefer.client.client import Client
 from pgdefer.options import checked_interval, checked_mapping, checked_time
 from pgdefer.tasks.context import JobContext, enter_job, leave_job
 from pgdefer.tasks.need import Need
-from pgdefer.tasks.steps import check_progress, check_stored_name
+from pgdefer.tasks.steps import check_stored_name, checked_progress
 from pgdefer.tasks.tries import Tries, called_within, called_within_async
 from pgdefer.worker.ending import LOST, STOPPED, TIMED_OUT
 
@@ -113,7 +113,7 @@ class FakeJob(JobContext):
 
     def progress(self, percent: float | None, message: str | None = None) -> None:
         """Record a progress."""
-        check_progress(percent, message)
+        checked_progress(percent, message)
         self.progresses.append((percent, message))
 
     async def progress_async(self, percent: float | None, message: str | None = None) -> None:

@@ -6,6 +6,8 @@ import asyncio
 import datetime as dt
 import threading
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import psycopg
@@ -232,6 +234,8 @@ async def test_streams_and_progress(app: App, jobs: Jobs, is_async: bool) -> Non
     @app.task(name="tokens")
     def tokens() -> None:
         job = current_job()
+        for percent in (Fraction(1, 3), Decimal("-0.004"), 100.004):
+            job.progress(percent)  # type: ignore[arg-type]
         job.progress(50, "half")
         for n in range(3):
             assert job.emit("out", {"n": n}) == n + 1

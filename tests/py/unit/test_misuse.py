@@ -248,7 +248,7 @@ def test_what_a_job_reports() -> None:
         for wrong in ("x", True):
             with pytest.raises(TypeError, match=f"percent must be a number, not {wrong!r}"):
                 job.progress(wrong)
-        for wrong in (-1, 101, math.nan):
+        for wrong in (-1, 101, math.nan, 10**400):
             with pytest.raises(
                 ValueError, match=f"percent must be at (least 0|most 100), not {wrong}"
             ):
