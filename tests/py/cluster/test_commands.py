@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
+from psycopg.types.json import Jsonb
 from typer.testing import CliRunner
 
 from pgdefer.cli._base import Exit
@@ -85,3 +89,36 @@ def test_a_second_mover_is_refused(dsns: dict[str, str], monkeypatch: pytest.Mon
         assert "slot 5 is being moved by another process" in said(Exit.ERROR, *move)
     rows(dsns["a"], "select queue.shard_stay(5)")
     assert said(0, *move).startswith("0 jobs moved")
+
+
+def connections(server: socket.socket) -> Iterator[socket.socket]:
+    """Accept those that wait, and close them."""
+    server.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            with server.accept()[0] as accepted:
+                yield accepted
+
+
+def test_a_silent_shard_is_waited_for_once(cluster: Cluster, dsns: dict[str, str]) -> None:
+    cluster.refresh()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        silent = make_conninfo("connect_timeout=2", host="127.0.0.1", port=port)
+        known = {
+            "shards": {**dsns, "c": silent},
+            "versions": {"a": 1, "b": 1, "c": 2},
+            "slots": cluster.map.slots,
+        }
+        rows(dsns["b"], "select queue.shard_learn(%s)", [Jsonb(known)])
+        a = ["--dsn", dsns["a"]]
+        for code, arguments, expected in (
+            (0, ["slots", *a], "c: 341 slots"),
+            (0, ["dsns", *a], silent),
+            (1, ["check", *a], "shard c: can't be reached"),
+            (0, ["move", *a, "5", "b"], "0 jobs moved"),
+            (Exit.USAGE, ["stay", *a, "5"], "does not leave"),
+            (0, ["add", *a, "b", dsns["b"]], "shard c can't be reached"),
+        ):
+            assert expected in said(code, *arguments)
+            assert len(list(connections(server))) == 1, arguments

@@ -6,7 +6,8 @@ clusters and moves slots. The rules are in extension/cluster/.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -71,7 +72,7 @@ class Cluster(Deferring, AsyncDeferring):
         """
         check_text("a shard's name", name, "a")
         check_text(f"the DSN of shard {name!r}", dsn, "dbname=a")
-        self.learn()
+        found, wrong = self.learn()
         if name in self.map.shards and self_of(dsn) != name:
             raise InvalidParameter(
                 f"there is a shard {name!r}, and this database is not it",
@@ -83,7 +84,8 @@ class Cluster(Deferring, AsyncDeferring):
         )
         install(dsn, self=name, known=known)
         self.map = known
-        return self.tell()
+        wrong.pop(name, None)
+        return self._tell(found, wrong)
 
     def move(self, slot: int, to: str, *, patience: float = 0.5, started: bool = False) -> Move:
         """Move a slot, with its jobs; again, after a failure, goes on where that stopped.
@@ -95,36 +97,39 @@ class Cluster(Deferring, AsyncDeferring):
         """
         _check_slot(slot)
         check_number("patience", patience, (int, float), at_least=0)
-        self.learn()
+        found, wrong = self.learn()
         source = self._owner(slot)
         if to not in self.map.shards:
             raise InvalidParameter(
                 f"there is no shard {to!r}",
                 hint=f"The map has {', '.join(sorted(self.map.shards))}. Add the shard first.",
             )
-        self.tell()  # ends moves that are over, as one without its last step
+        self._tell(found, wrong)  # ends moves that are over, as one without its last step
         done = move(self.map, slot, (source, to), patience=patience, started=started)
         if done.is_done:
             self.refresh(to)
-            self.tell()
+            self._tell(found, wrong)
         return done
 
     def stay(self, slot: int) -> None:
         """Give up a move of a slot. Raises InvalidParameter if a part of it has left."""
         _check_slot(slot)
-        self.learn()
+        found, wrong = self.learn()
         source = self._owner(slot)
         self.app_of(source).client.call(sql.STAY, {"slot": slot})
         self.refresh(source)
-        self.tell()
+        self._tell(found, wrong)
 
     def tell(self) -> list[str]:
         """Tell all shards the map. Return those that don't answer: they learn it later.
 
         A database that has no map, or that of another name, is not told, as it is not the shard.
         """
-        found, wrong = self._maps()
-        for name in found:
+        return self._tell(*self._maps(self.map.shards))
+
+    def _tell(self, found: Iterable[str], wrong: dict[str, str]) -> list[str]:
+        """Tell the map to shards that have answered; note those that no longer do."""
+        for name in [name for name in found if name not in wrong]:
             try:
                 told = {"map": self.map.to_json(), "self": None}
                 self.app_of(name).client.call(sql.LEARN, told)
@@ -136,27 +141,42 @@ class Cluster(Deferring, AsyncDeferring):
         """Return the shard of a slot."""
         return self.map.slots[slot][0]
 
-    def learn(self) -> None:
-        """Read the map of each shard that can be reached: the first may be behind the others."""
-        self.refresh()
-        for told in self._maps()[0].values():
-            self.map.learn(told)
+    def learn(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
+        """Read the map of each shard that can be reached: the first may be behind the others.
 
-    def _maps(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
-        """Return the map of each shard that answers, and what is wrong with the others."""
-        found, wrong = {}, {}
-        for name in list(self.map.shards):
-            try:
-                told = self.app_of(name).client.call(sql.MAP, {})[0][0]
-            except FAILURES as error:
-                wrong[name] = _said(error)
+        Return these maps, and what is wrong with the other shards.
+        """
+        self.refresh()
+        found: dict[str, Mapping[str, Any]] = {}
+        wrong: dict[str, str] = {}
+        asked: dict[str, str] = {}
+        # A map may tell of more shards, or where one is now.
+        while new := dict(self.map.shards.items() - asked.items()):
+            asked |= new
+            answers, failures = self._maps(new)
+            found = {name: told for name, told in found.items() if name not in new} | answers
+            wrong = {name: why for name, why in wrong.items() if name not in new} | failures
+            for told in answers.values():
+                self.map.learn(told)
+        return found, wrong
+
+    def _maps(self, names: Iterable[str]) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
+        """Return the map of each shard that answers, and what is wrong with the others.
+
+        All are asked at once: a silent one is waited for until its connection times out.
+        """
+        found: dict[str, Mapping[str, Any]] = {}
+        wrong: dict[str, str] = {}
+        names = sorted(names)
+        with ThreadPoolExecutor(len(names)) as pool:
+            answers = list(pool.map(_map_of, [self.app_of(name) for name in names]))
+        for name, told in zip(names, answers, strict=True):
+            if isinstance(told, str):
+                wrong[name] = told
+            elif told["self"] != name:
+                wrong[name] = f"its database is {told['self'] or 'none of the shards'}"
             else:
-                if not told["slots"]:
-                    wrong[name] = "its database has no map"
-                elif told["self"] != name:
-                    wrong[name] = f"its database is {told['self'] or 'none of the shards'}"
-                else:
-                    found[name] = told
+                found[name] = told
         return found, wrong
 
     def split(self, queue: str, max_running: int) -> dict[str, int]:
@@ -182,8 +202,7 @@ class Cluster(Deferring, AsyncDeferring):
         Moves that have begun and go on no longer are reported, and jobs that have left a shard and
         not arrived, also while a mover lives.
         """
-        self.learn()
-        told, failed = self._maps()
+        told, failed = self.learn()
         wrong = [f"shard {name}: {why}" for name, why in failed.items()]
         for slot, (owner, _) in enumerate(self.map.slots):
             claims = [name for name in told if told[name]["slots"][slot][0] == name]
@@ -216,6 +235,15 @@ def _check_slot(slot: object) -> None:
         raise InvalidParameter(
             f"there is no slot {slot}", hint=f"Slots are 0 to {SLOTS - 1}: shard_of(key)."
         )
+
+
+def _map_of(app: App) -> Mapping[str, Any] | str:
+    """Return the map of a shard, or why it has none."""
+    try:
+        told: Mapping[str, Any] = app.client.call(sql.MAP, {})[0][0]
+    except FAILURES as error:
+        return _said(error)
+    return told if told["slots"] else "its database has no map"
 
 
 def _said(error: Exception) -> str:

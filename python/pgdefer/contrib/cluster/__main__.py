@@ -25,7 +25,6 @@ Dsn = Annotated[str, typer.Option(envvar="PGDEFER_DSN", help="The database of an
 def _cluster(dsn: str) -> Iterator[Cluster]:
     """Provide a cluster; errors become one line and an exit code."""
     with reported(), contextlib.closing(Cluster(App(), dsn)) as cluster:
-        cluster.learn()
         yield cluster
 
 
@@ -54,6 +53,7 @@ def add(name: str, address: Annotated[str, typer.Argument(metavar="DSN")], dsn: 
 def slots(dsn: Dsn) -> None:
     """Print each shard with its slots."""
     with _cluster(dsn) as cluster:
+        cluster.learn()
         known = cluster.map
     owned: dict[str, list[int]] = {name: [] for name in sorted(known.shards)}
     for slot, (owner, _) in enumerate(known.slots):
@@ -72,6 +72,7 @@ def dsns(
 ) -> None:
     """Print the shards' DSNs, for `pgdefer worker --dsns`."""
     with _cluster(dsn) as cluster:
+        cluster.learn()
         shards = cluster.map.shards
     text = "".join(f"{shards[name]}\n" for name in sorted(shards))
     if file is None:
