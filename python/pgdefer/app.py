@@ -119,7 +119,7 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
             raise TypeError(f"defaults must be a dict of a task's options, not {defaults!r}")
         check_options("App(defaults=...)", defaults or {}, AllTaskOptions)
         check_number("max_connections", max_connections, int, at_least=1)
-        if name is not None:
+        if name:
             check_text("name", name, "shop")
         pools = () if connection is OWN else pools_of(connection)
         source = (

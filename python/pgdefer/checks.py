@@ -30,7 +30,8 @@ def check_number(
 ) -> None:
     """Raise TypeError for what is no number of a kind, ValueError for one out of range."""
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {value!r}")
+        what = "a whole number" if kind is int else "a number"
+        raise TypeError(f"{name} must be {what}, not {value!r}")
     if value < at_least:
         raise ValueError(f"{name} must be at least {at_least}, not {value}")
     if not value <= at_most:  # NaN, too

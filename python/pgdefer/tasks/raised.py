@@ -70,14 +70,12 @@ class RetryLater(PgDeferError):  # noqa: N818
 
     def __init__(
         self,
-        message: str = "",
+        message: object = "",
         *,
         at: dt.datetime | None = None,
         needs: Iterable[int | HasId] | None = (),
     ) -> None:
-        if not isinstance(message, str):
-            raise TypeError(f"message must be text, not {message!r}")
-        super().__init__(message)
+        super().__init__("" if message is None else str(message))
         checked_time("at", at)
         self.at = at
         self.needs = None if needs is None else tuple(as_list("needs", needs))

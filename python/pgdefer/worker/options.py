@@ -122,7 +122,7 @@ def _check_values(options: WorkerOptions) -> None:
     for queue, limit in most.items():
         check_text("each queue of max_running", queue, "reports")
         check_number(f"max_running of {queue!r}", limit, int, at_least=1)
-    if (given := options.get("name")) is not None:
+    if given := options.get("name"):
         check_text("name", given, "mail-1")
     if (address := options.get("http")) is not None:
         check_text("http", address, "127.0.0.1:9000")

@@ -100,7 +100,7 @@ async def test_at_most_so_many_of_a_queue(app: App, jobs: Jobs) -> None:
 def test_what_is_no_max_running(app: App) -> None:
     with pytest.raises(ValueError, match="max_running of 'a' must be at least 1"):
         Worker(app, max_running={"a": 0})
-    with pytest.raises(TypeError, match="max_running of 'a' must be a number"):
+    with pytest.raises(TypeError, match="max_running of 'a' must be a whole number"):
         Worker(app, max_running={"a": "1"})  # type: ignore[dict-item]
 
 

@@ -298,7 +298,7 @@ def test_wrong_policies(message: str, options: dict[str, Any]) -> None:
         Retry(3, **options)
     assert message in str(raised.value)
     wrong: Any = True
-    with pytest.raises(TypeError, match="Retry: max_attempts must be a number, not True"):
+    with pytest.raises(TypeError, match="Retry: max_attempts must be a whole number, not True"):
         Retry(wrong)
 
 

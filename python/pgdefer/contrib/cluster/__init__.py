@@ -6,6 +6,7 @@ clusters and moves slots. The rules are in extension/cluster/.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -96,7 +97,7 @@ class Cluster(Deferring, AsyncDeferring):
         slot stays open for longer, or another process moves it.
         """
         _check_slot(slot)
-        check_number("patience", patience, (int, float), at_least=0)
+        check_number("patience", patience, (int, float), at_least=0, at_most=math.inf)
         found, wrong = self.learn()
         source = self._owner(slot)
         if to not in self.map.shards:
@@ -230,7 +231,7 @@ class Cluster(Deferring, AsyncDeferring):
 def _check_slot(slot: object) -> None:
     """Raise TypeError for what is no number, InvalidParameter if there is no such slot."""
     if not isinstance(slot, int) or isinstance(slot, bool):
-        raise TypeError(f"slot must be a number, not {slot!r}: shard_of(key) is one")
+        raise TypeError(f"slot must be a whole number, not {slot!r}: shard_of(key) is one")
     if not 0 <= slot < SLOTS:
         raise InvalidParameter(
             f"there is no slot {slot}", hint=f"Slots are 0 to {SLOTS - 1}: shard_of(key)."

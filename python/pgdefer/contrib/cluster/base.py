@@ -5,6 +5,7 @@ Tests: cluster/test_map.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,7 +25,7 @@ class ClusterBase:
     def __init__(self, app: App, *dsns: str, patience: float = 10) -> None:
         if not isinstance(app, App):
             raise TypeError(f"app must be an App, not {app!r}")
-        check_number("patience", patience, (int, float), at_least=0)
+        check_number("patience", patience, (int, float), at_least=0, at_most=math.inf)
         self.app = app
         self.patience = patience
         self.map = ShardMap()
