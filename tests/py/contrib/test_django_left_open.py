@@ -66,16 +66,24 @@ def begin() -> None:
 WAYS = [no_autocommit, open_block, broken_block, closed_block, begin]
 
 
-@pytest.fixture(params=[0, None], ids=["closing", "persistent"])
-def max_age(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(connections.settings["default"], "CONN_MAX_AGE", request.param)
+@pytest.fixture(autouse=True, params=["closing", "persistent", "pool"])
+def _settings(
+    request: pytest.FixtureRequest, shop: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    settings = connections.settings["default"]
+    if request.param == "persistent":
+        monkeypatch.setitem(settings, "CONN_MAX_AGE", None)
+    if request.param == "pool":
+        monkeypatch.setitem(settings, "OPTIONS", {"pool": {"min_size": 1, "max_size": 20}})
+    yield
+    connections.close_all()
+    connection.close_pool()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("leave", WAYS, ids=lambda way: way.__name__)
 def test_the_next_jobs_find_a_good_connection(
     app: DjangoApp,
     drain: Callable[..., None],
-    max_age: None,
     caplog: pytest.LogCaptureFixture,
     leave: Callable[[], None],
 ) -> None:
@@ -101,8 +109,8 @@ def test_the_next_jobs_find_a_good_connection(
         drain(concurrency=1)
     assert ends() == [("failed", "ValueError: as it is"), ("succeeded", None), ("succeeded", None)]
     assert customers() == ["plain", "transactional"]
-    (said,) = [record for record in caplog.records if "connection" in record.getMessage()]
-    assert "'default' is closed, as it was left " in said.getMessage()
+    text = "the connection to the database 'default' is closed, as it was left "
+    (said,) = [record for record in caplog.records if text in record.getMessage()]
     assert (said.id, said.task) == (first.id, "leaves")  # type: ignore[attr-defined]
 
 

@@ -108,17 +108,20 @@ def is_of_test(connection: BaseDatabaseWrapper) -> bool:
 def left_ones() -> list[BaseDatabaseWrapper]:
     """Return this thread's connections that are not as a handler must find them.
 
-    Django would do all that follows on such a connection in a transaction that nobody commits.
+    Django would do all that follows on such a connection in a transaction that nobody commits. One
+    that went back to Django's pool within a block is still in that block.
     """
     return [
         one
         for one in connections.all(initialized_only=True)
-        if one.connection is not None and not is_of_test(one) and what_is_left(one)
+        if (one.connection is not None or one.in_atomic_block)
+        and not is_of_test(one)
+        and what_is_left(one)
     ]
 
 
 def what_is_left(connection: BaseDatabaseWrapper) -> str | None:
-    """Return how an open connection differs from a new one, None if it does not."""
+    """Return how a connection differs from a new one, None if it does not."""
     wanted = connection.settings_dict["AUTOCOMMIT"]
     if connection.in_atomic_block:
         return "in a block of atomic()"
