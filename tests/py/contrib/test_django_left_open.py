@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -202,6 +203,28 @@ def test_all_jobs_of_a_batch_fail(
     drain(concurrency=10)
     assert ends() == [("failed", LOST)] * 3
     assert customers() == []
+
+
+def test_a_batch_waits_once_for_its_thread(app: DjangoApp, drain: Callable[..., None]) -> None:
+    batch_task: Any = app.task
+    may_end = threading.Event()
+    left = []
+
+    @batch_task(name="batch", retry=Retry(1), batch=10)  # type: ignore[untyped-decorator]
+    async def batch(jobs: list[BatchJob[Any]]) -> None:
+        left.append(asyncio.ensure_future(sync_to_async(may_end.wait)(60)))
+        await asyncio.sleep(0)
+
+    for _ in range(10):
+        app.defer("batch")
+    try:
+        drain(concurrency=10)
+    finally:
+        may_end.set()
+    assert ends() == [("succeeded", None)] * 10
+    assert len(left) == 1
+    (job, *_) = Job.objects.all()
+    assert (job.finished_at - job.started_at).total_seconds() < 5
 
 
 def test_a_block_of_a_middleware_is_not_the_handlers(

@@ -113,8 +113,11 @@ _PATIENCE = 1.0
 class _OwnThread:
     """Does the same as asgiref's ThreadSensitiveContext, and closes the thread's connections.
 
-    A job of an asynchronous stream enters it by `with`, which can't wait for the check at the end.
+    All jobs of a batch have the thread of the first one, and one check of it. A job of an
+    asynchronous stream enters it by `with`, which can't wait for that check.
     """
+
+    _found: list[str] | None = None
 
     def __enter__(self) -> None:
         self._context = ThreadSensitiveContext()
@@ -128,7 +131,7 @@ class _OwnThread:
             executor.shutdown(wait=False)
 
     async def __aenter__(self) -> None:
-        self._checked: Any = self._own_if_outer()
+        self._checked: Any = self._own_if_first()
         await self._checked.__aenter__()
 
     async def __aexit__(self, *error: object) -> bool | None:
@@ -136,28 +139,33 @@ class _OwnThread:
         return is_swallowed
 
     @contextlib.asynccontextmanager
-    async def _own_if_outer(self) -> AsyncIterator[None]:
-        with contextlib.nullcontext() if _is_inner.get() else self:
-            token = _is_inner.set(True)
+    async def _own_if_first(self) -> AsyncIterator[None]:
+        first = _first.get() or self
+        with self if first is self else contextlib.nullcontext():
+            token = _first.set(first)
             try:
                 yield
-                await _check_thread()
+                if first._found is None:
+                    first._found = await first._ask_thread()
+                _check_none_is_lost(first._found)
             finally:
-                _is_inner.reset(token)
+                _first.reset(token)
 
-
-async def _check_thread() -> None:
-    """Check what the coroutine has left; its thread may not have ended if it was not awaited."""
-    context = SyncToAsync.thread_sensitive_context.get()
-    executor = SyncToAsync.context_to_thread_executor.get(context)
-    if executor is None:
-        return
-    asked = asyncio.wrap_future(executor.submit(_lost))
-    done, _ = await asyncio.wait([asked], timeout=_PATIENCE)
-    if done:
-        _check_none_is_lost(asked.result())
-    else:
+    async def _ask_thread(self) -> list[str]:
+        """Ask it what is lost, for a while: it may still run code that was not awaited."""
+        executor = SyncToAsync.context_to_thread_executor.get(self._context)
+        if executor is None:
+            return []
+        asked = asyncio.wrap_future(executor.submit(_lost))
+        done, _ = await asyncio.wait([asked], timeout=_PATIENCE)
+        if done:
+            return asked.result()
         asked.cancel()
+        return []
+
+
+# That of the first job of the same call.
+_first: contextvars.ContextVar[_OwnThread | None] = contextvars.ContextVar("_first", default=None)
 
 
 @contextlib.contextmanager
