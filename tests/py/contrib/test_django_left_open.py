@@ -68,15 +68,16 @@ WAYS = [no_autocommit, open_block, broken_block, closed_block, begin]
 
 
 @pytest.fixture(autouse=True, params=["closing", "persistent", "pool"])
-def _settings(
+def kept(
     request: pytest.FixtureRequest, shop: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[None]:
+) -> Iterator[str]:
+    """How Django keeps connections."""
     settings = connections.settings["default"]
     if request.param == "persistent":
         monkeypatch.setitem(settings, "CONN_MAX_AGE", None)
     if request.param == "pool":
         monkeypatch.setitem(settings, "OPTIONS", {"pool": {"min_size": 1, "max_size": 20}})
-    yield
+    yield request.param
     connections.close_all()
     connection.close_pool()  # type: ignore[attr-defined]
 
@@ -155,6 +156,49 @@ def test_a_job_that_has_lost_nothing_has_succeeded(
     drain(concurrency=1)
     assert ends() == [("succeeded", None)] * 3
     assert customers() == ["before", "before", "committed"]
+
+
+def test_without_autocommit_a_read_leaves_nothing(
+    app: DjangoApp,
+    drain: Callable[..., None],
+    kept: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sessions = []
+
+    @app.task(name="reads", retry=Retry(1))
+    def reads() -> None:
+        assert not connection.get_autocommit()
+        Order.objects.count()
+        sessions.append(connection.connection.info.backend_pid)
+
+    @app.task(name="commits", retry=Retry(1))
+    def commits() -> None:
+        order("committed")
+        transaction.commit()
+
+    @app.task(name="raises", retry=Retry(1))
+    def raises() -> None:
+        order("lost")
+        raise ValueError("as it is")
+
+    @app.task(name="writes", retry=Retry(1))
+    def writes() -> None:
+        order("lost")
+
+    for task in (reads, commits, raises, writes, reads):
+        task.defer()
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, "pgdefer.worker"):
+        patch.setitem(connections.settings["default"], "AUTOCOMMIT", False)
+        drain(concurrency=1)
+    succeeded = ("succeeded", None)
+    failed = ("failed", "ValueError: as it is")
+    assert ends() == [succeeded, succeeded, failed, ("failed", LOST), succeeded]
+    assert customers() == ["committed"]
+    assert "is closed, as it was left" not in caplog.text
+    if kept != "pool":
+        assert len(set(sessions)) == (1 if kept == "persistent" else 2)
 
 
 def test_a_coroutine_fails_too(app: DjangoApp, drain: Callable[..., None]) -> None:

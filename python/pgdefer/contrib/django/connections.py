@@ -5,11 +5,12 @@ Tests: contrib/test_django_handlers.py, contrib/test_django_left_open.py.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
 import psycopg
-from django.db import connections
+from django.db import Error, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from psycopg.conninfo import make_conninfo
 from psycopg.pq import TransactionStatus
@@ -23,7 +24,7 @@ __all__ = [
     "DjangoSource",
     "close_connections",
     "discard",
-    "is_between",
+    "end_implicit",
     "is_of_test",
     "left_ones",
     "loses_writes",
@@ -82,21 +83,9 @@ def _close_if_obsolete(connection: BaseDatabaseWrapper) -> None:
 
 
 def _idle_ones() -> list[BaseDatabaseWrapper]:
-    """Return this thread's open connections that are not in a transaction."""
+    """Return this thread's open connections that are as a handler must find them."""
     every = connections.all(initialized_only=True)
-    return [
-        one
-        for one in every
-        if one.connection is not None and not one.in_atomic_block and is_between(one)
-    ]
-
-
-def is_between(connection: BaseDatabaseWrapper) -> bool:
-    """Whether the next statement begins a transaction, or is one."""
-    if connection.get_autocommit():
-        return True
-    idle = (TransactionStatus.IDLE, TransactionStatus.UNKNOWN)
-    return not connection.settings_dict["AUTOCOMMIT"] and _status(connection) in idle
+    return [one for one in every if one.connection is not None and not what_is_left(one)]
 
 
 def is_of_test(connection: BaseDatabaseWrapper) -> bool:
@@ -150,6 +139,13 @@ def loses_writes(connection: BaseDatabaseWrapper) -> bool:
     return status != TransactionStatus.IDLE and (
         connection.in_atomic_block or not driver.autocommit
     )
+
+
+def end_implicit(connection: BaseDatabaseWrapper) -> None:
+    """Roll back what any statement begins if the settings have autocommit off."""
+    if not connection.settings_dict["AUTOCOMMIT"] and not connection.in_atomic_block:
+        with contextlib.suppress(Error):
+            connection.rollback()
 
 
 def discard(connection: BaseDatabaseWrapper) -> None:

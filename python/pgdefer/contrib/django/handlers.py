@@ -25,6 +25,7 @@ from pgdefer._text import logger
 from pgdefer.contrib.django.connections import (
     close_connections,
     discard,
+    end_implicit,
     is_of_test,
     left_ones,
     loses_writes,
@@ -83,8 +84,11 @@ def _discard_left(job: JobContext, others: Collection[str] = ()) -> None:
     for connection in left_ones():
         if connection.alias in others:
             continue
-        said = "%r: the connection to the database %r is closed, as it was left %s"
+        end_implicit(connection)
         what = what_is_left(connection)
+        if what is None:
+            continue
+        said = "%r: the connection to the database %r is closed, as it was left %s"
         log.warning(said, job, connection.alias, what, extra=job._log_fields())
         try:
             discard(connection)

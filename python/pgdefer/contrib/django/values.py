@@ -13,7 +13,7 @@ from django.utils.functional import Promise
 from django.utils.safestring import SafeString
 
 from pgdefer.codec import Codec
-from pgdefer.contrib.django.connections import is_between, renew_connections
+from pgdefer.contrib.django.connections import renew_connections, what_is_left
 from pgdefer.errors import DecodeError, EncodeError
 from pgdefer.tasks.context import running_job
 
@@ -50,9 +50,7 @@ def _decode_row(value: dict[str, Any]) -> models.Model:
     is_in_job = running_job() is not None  # elsewhere the connection is the caller's
     if was_open and is_in_job:
         renew_connections()
-    may_end = (
-        is_in_job and not connection.in_atomic_block and (not was_open or is_between(connection))
-    )
+    may_end = is_in_job and not what_is_left(connection)
     try:
         row: models.Model = model._base_manager.using(alias).get(pk=value["pk"])
     except model.DoesNotExist as error:
