@@ -784,8 +784,8 @@ DEMO_FOLDERS = Statement("""
     select count(*), sum(files), sum(bytes) from pgdefer_demo.folder
 """)
 
-# Whether the present transaction has written anything.
-HAS_WRITTEN = Statement("select pg_current_xact_id_if_assigned() is not null")
+# Whether the present transaction has an id: one that writes gets it, and one that locks rows.
+MAY_HAVE_WRITTEN = Statement("select pg_current_xact_id_if_assigned() is not null")
 
 # What the role lacks for pg_dump of the queue, and for pg_restore; NULL: nothing.
 MAY_DUMP = Statement("""

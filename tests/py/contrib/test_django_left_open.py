@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.client, pytest.mark.usefixtures("own_tasks")]
 
 LOST = (
     "PgDeferError: the handler left a transaction open on the database 'default': "
-    "its writes are rolled back"
+    "it is rolled back, and may have written"
 )
 
 
@@ -133,6 +133,19 @@ def test_a_job_whose_writes_are_lost_has_failed(
     drain(concurrency=1)
     assert ends() == [("failed", LOST)]
     assert customers() == []
+
+
+def test_locked_rows_may_have_been_written(app: DjangoApp, drain: Callable[..., None]) -> None:
+    @app.task(name="locks", retry=Retry(1))
+    def locks() -> None:
+        order("kept")
+        transaction.set_autocommit(False)
+        Order.objects.select_for_update().get()
+
+    locks.defer()
+    drain(concurrency=1)
+    assert ends() == [("failed", LOST)]
+    assert customers() == ["kept"]
 
 
 def test_a_job_that_has_lost_nothing_has_succeeded(

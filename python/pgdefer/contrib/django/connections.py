@@ -131,7 +131,7 @@ def loses_writes(connection: BaseDatabaseWrapper) -> bool:
         return bool(connection.in_atomic_block)
     if status == TransactionStatus.INTRANS:
         try:
-            return bool(execute(driver, sql.HAS_WRITTEN, {})[0][0])
+            return bool(execute(driver, sql.MAY_HAVE_WRITTEN, {})[0][0])
         except psycopg.Error:
             return True
     if status == TransactionStatus.INERROR:

@@ -97,7 +97,7 @@ def _discard_left(job: JobContext, others: Collection[str] = ()) -> None:
 
 
 def _lost(others: Collection[str] = ()) -> list[str]:
-    """Return the databases on which this thread has an open transaction that has written."""
+    """Return the databases on which this thread has a transaction that may have written."""
     lost = [one.alias for one in left_ones() if one.alias not in others and loses_writes(one)]
     return sorted(lost)
 
@@ -106,7 +106,7 @@ def _check_none_is_lost(lost: list[str]) -> None:
     if lost:
         raise PgDeferError(
             "the handler left a transaction open on the database "
-            f"{', '.join(map(repr, lost))}: its writes are rolled back"
+            f"{', '.join(map(repr, lost))}: it is rolled back, and may have written"
         )
 
 
