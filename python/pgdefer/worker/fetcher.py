@@ -154,10 +154,7 @@ class Fetcher:
             return True
         # What is refused for so long may not exist any more, and the jobs are others' by now.
         is_hopeless = state.claims_no_more and was_refused and self._heartbeat.is_overdue
-        if self._executor.running or not (state.must_stop_at_once.is_set() or is_hopeless):
-            return False
-        log.error("%d outcomes could not be reported", len(self._completer.unsent))
-        return True
+        return not self._executor.running and (state.must_stop_at_once.is_set() or is_hopeless)
 
     async def _begin(self) -> None:
         """Connect, and register if the worker is new."""
@@ -493,8 +490,10 @@ class Fetcher:
         worker, state.id = state.id, None
         try:
             self._connection.timeout = self._listener.timeout = 2 * grace
-            await self._completer.send_all(self._connection)
-            await self._connection.call(sql.DEREGISTER_WORKER, worker=worker)
+            try:
+                await self._leave(worker)
+            except ConnectionLost:  # perhaps of a session that the server had ended long before
+                await self._leave(worker)
             self._registration.tell_done()
             # Otherwise other sleeping workers would not be woken for a while. A heartbeat may still
             # use that connection.
@@ -507,6 +506,12 @@ class Fetcher:
         except asyncio.CancelledError:
             state.id = worker  # it is still to be done
             raise
+        if self._completer.unsent:
+            log.error("%d outcomes could not be reported", len(self._completer.unsent))
+
+    async def _leave(self, worker: int) -> None:
+        await self._completer.send_all(self._connection)
+        await self._connection.call(sql.DEREGISTER_WORKER, worker=worker)
 
     async def listen_again(self) -> None:
         """Listen again to what is meant for this worker."""

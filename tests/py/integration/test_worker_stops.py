@@ -91,6 +91,29 @@ async def test_a_stop_while_the_database_refuses_all(
     conn.execute(f'alter database "{conn.info.dbname}" reset default_transaction_read_only')
 
 
+@pytest.mark.parametrize("is_busy", [True, False])
+async def test_a_stop_after_the_server_has_ended_the_session(
+    app: App, jobs: Jobs, conn: Connection, is_busy: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by idle_session_timeout: the worker notices it by its last call, and connects again."""
+
+    @app.task(name="t")
+    async def task() -> None:
+        await asyncio.Event().wait()
+
+    async with running(app) as worker:
+        await until(lambda: worker.state.is_waiting)
+        if is_busy:
+            app.defer("t")
+            await until(lambda: bool(worker.executor.running))
+        lost = await worker._connection.open()
+        conn.execute("select pg_terminate_backend(%s, 5000)", [lost.info.backend_pid])
+        worker.stop_at_once()
+    assert "could not" not in caplog.text
+    assert conn.execute("select id from queue.worker where gone_at is null").fetchall() == []
+    assert list(jobs.states().values()) == ["ready"] * is_busy
+
+
 async def test_run_within_an_event_loop_names_the_other_call(app: App) -> None:
     with pytest.raises(RuntimeError, match="await run_worker_async"):
         app.run_worker()
