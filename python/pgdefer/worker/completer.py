@@ -33,6 +33,9 @@ FATAL = frozenset({"QJ008", "QJ090", "22023", "42501", "3F000", "42883", "42P01"
 # refused with them this often is itself the cause.
 DOUBTFUL = frozenset({"XX", "57014"})
 TRIES = 20
+# Errors of a server that has no room, or can't read or write its files: other outcomes get them,
+# too, unless the one that was refused is too large.
+FULL = frozenset({"53", "58"})
 # How long the outcomes of one call are together, in characters, and how long a single one may be:
 # the server closes the connection for a message of 1 GB, and jsonb holds no more than 256 MB.
 MAX_CALL = 64_000_000
@@ -95,15 +98,20 @@ class Completer:
                     self._announcer.settled(claim, outcomes.SUCCEEDED)
 
     async def send_apart(self, connection: Connection, sending: Sequence[Outcome]) -> None:
-        """Send outcomes of which one may get the call refused: if so, send each alone."""
+        """Send outcomes of which one may get the call refused: if so, send each alone.
+
+        If the server is full, that ends with the first that is refused, which goes last next time.
+        """
         unanswered = collections.deque(sending)
         try:
             try:
                 await self.send(connection, sending)
             except psycopg.Error:
-                while unanswered:
-                    await self._send_one(connection, *unanswered[0])
+                is_full = False
+                while unanswered and not is_full:
+                    is_full = await self._send_one(connection, *unanswered[0])
                     unanswered.popleft()
+                self.put_back(unanswered)
         except (ConnectionLost, asyncio.CancelledError):
             self.put_back(unanswered)
             raise
@@ -117,8 +125,10 @@ class Completer:
                 left -= len(sending)
                 await self.send_apart(connection, sending)
 
-    async def _send_one(self, connection: Connection, claim: Claim, outcome: str) -> None:
+    async def _send_one(self, connection: Connection, claim: Claim, outcome: str) -> bool:
         """Send an outcome; if the database can't store it, the closest one that it can.
+
+        Return whether the server is full.
 
         No outcome is sent forever: if none is accepted, a lease ends the claim as crashed.
         """
@@ -131,13 +141,14 @@ class Completer:
                 log.error(said, job, describe(error), extra=job._log_fields())
                 if self._may_be_taken_later(claim, error):
                     self.add(claim, outcome)
-                    return
+                    return (sqlstate_of(error) or "")[:2] in FULL
             else:
                 del self._refused[claim]
-                return
+                return False
         del self._refused[claim]
         with contextlib.suppress(psycopg.Error):
             await connection.call(sql.EXTEND, id=job.id, claim=job.claim, lease="1 s")
+        return False
 
     def _nearest(self, connection: Connection, claim: Claim, outcome: str) -> Iterator[str]:
         """Yield an outcome, and then those that can be sent in its place."""

@@ -116,6 +116,39 @@ async def test_an_outcome_for_which_there_is_no_room(
     conn.execute("drop trigger refuse on queue.finished")
 
 
+@pytest.mark.parametrize("are_all", [True, False])
+async def test_many_outcomes_for_which_there_is_no_room(
+    app: App, jobs: Jobs, conn: Connection, are_all: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A single one tells that the server is full; if only that one is too large, others pass."""
+
+    @app.task(name="t")
+    async def task() -> None: ...
+
+    first, *_ = task.defer_many([{}] * 20)
+    conn.execute(
+        """
+        create function public.refuse() returns trigger language plpgsql as $$
+        begin
+          raise exception 'no space left on device' using errcode = '53100';
+        end $$
+        """
+    )
+    conn.execute(
+        "create trigger refuse before insert on queue.finished for each row "
+        f"when ({are_all} or new.id = {first.id}) execute function public.refuse()"
+    )
+    async with running(app, concurrency=20):
+        await until(lambda: caplog.text.count("trying again") >= 5)
+        lines = len(caplog.records)
+        if not are_all:
+            await until(lambda: list(jobs.states().values()).count("succeeded") == 19)
+        conn.execute("drop trigger refuse on queue.finished")
+        rows = await jobs.end()
+    assert lines < 30
+    assert {(row["state"], row["attempts"]) for row in rows} == {("succeeded", 1)}
+
+
 async def test_an_outcome_that_is_refused_for_ever(
     app: App, jobs: Jobs, conn: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
