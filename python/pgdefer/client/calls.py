@@ -57,6 +57,8 @@ class ClientCalls(ClientBase):
                 own = stack.enter_context(self.stand_in.transaction())
             else:
                 own = stack.enter_context(self.pool.connection(waits=not callers, undo=callers))
+                if not callers:
+                    stack.enter_context(self.watching(own))
                 stack.enter_context(own.transaction())
             yield own
 
@@ -74,7 +76,9 @@ class ClientCalls(ClientBase):
         callers: CallersConnection = OWN,
     ) -> Iterator[AnyConnection]:
         if callers is OWN:
-            with self.pool.connection() as own:
+            with contextlib.ExitStack() as stack:
+                own = stack.enter_context(self.pool.connection())
+                stack.enter_context(self.watching(own))
                 if defaults:
                     self.register(own)
                 yield own
