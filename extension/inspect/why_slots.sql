@@ -79,7 +79,8 @@ begin
   if v_key.free > 0 then
     select f.text into v_text
     from (
-      (select 1 as n, format('job %s (ready)', aj.id) as text
+      (select 1 as n, format('job %s (%s)', aj.id,
+         coalesce('no slot is free: ' || queue._why_no_slot_left(aj.id), 'ready')) as text
        from (select aj.id, aj.deadline from queue.active_job aj
              where aj.lane = v_key.lane and aj.claim is null
              order by aj.deadline, aj.id limit 10000) aj

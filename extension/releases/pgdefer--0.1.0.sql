@@ -20418,7 +20418,8 @@ begin
   if v_key.free > 0 then
     select f.text into v_text
     from (
-      (select 1 as n, format('job %s (ready)', aj.id) as text
+      (select 1 as n, format('job %s (%s)', aj.id,
+         coalesce('no slot is free: ' || queue._why_no_slot_left(aj.id), 'ready')) as text
        from (select aj.id, aj.deadline from queue.active_job aj
              where aj.lane = v_key.lane and aj.claim is null
              order by aj.deadline, aj.id limit 10000) aj
@@ -20718,6 +20719,7 @@ end $$;
 
 -- inspect/peek.sql
 -- The jobs that a fetch would give next.
+-- It looks past 1,000 ready jobs of a lane whose key or lock is full, and so stays cheap if there are more.
 -- Tests: inspect/why.sql.
 
 create or replace function queue.peek(queues text[] default null, n integer default 10)
@@ -20754,8 +20756,12 @@ begin
         select aj.id, aj.deadline
         from unnest(g.lanes, g.deadlines, g.ids) l (lane, deadline, id)
         cross join lateral (
-          select aj.id, aj.deadline from queue.active_job aj
-          where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.deadline, l.id) and aj.claim is null
+          select aj.id, aj.deadline
+          from (
+            select aj.id, aj.deadline, aj.flags from queue.active_job aj
+            where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.deadline, l.id) and aj.claim is null
+            order by aj.deadline, aj.id limit peek.n::bigint + 1000) aj
+          where aj.flags & 6/* slots */ = 0 or queue._why_no_slot_left(aj.id) is null
           order by aj.deadline, aj.id limit peek.n) aj
         order by aj.deadline, aj.id limit peek.n) c),
     fresh as (
@@ -20793,9 +20799,11 @@ begin
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
 comment on function queue.peek(text[], integer) is
-  'Returns the jobs that fetch would claim next, in order. Changes nothing. It shows jobs even if a fetch'
-    ' will find that they wait for a key, a lock in mode mutex, or other shares; and fewer of a queue at its'
-    ' limit whose jobs have just ended. Sensitive args read *** for all but the owner.';
+  'Returns the jobs that fetch would claim next, in order. Changes nothing. It leaves out ready jobs'
+    ' whose key or lock is full now. Of the others it shows some even if a fetch will find that they wait'
+    ' for a key, a lock in mode mutex, or other shares. It does not show a job that waits for a key behind'
+    ' a ready job which another full key stops: a fetch first sends that one to wait. It shows fewer jobs'
+    ' of a queue at its limit whose jobs have just ended. Sensitive args read *** for all but the owner.';
 
 -- inspect/check.sql
 -- Invariants: queue.check() checks whether the tables agree with each other.

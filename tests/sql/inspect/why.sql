@@ -1,6 +1,6 @@
 -- check finds planted errors; why tells what a job waits for; peek shows the next jobs.
 
-select plan(114);
+select plan(118);
 
 set pgdefer.notify = off;
 
@@ -266,6 +266,23 @@ select string_agg(p.task, ' ') as peeked from queue.peek('{mixed*}', 3) p \gset
 select is(:'peeked'::text, 'a1 a2 a3', 'admitted and new jobs of a queue are in one order');
 select is((select string_agg(f.task, ' ' order by f.n) from queue.fetch(:worker, '{mixed*}', 3) with ordinality
            f (id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers, parent, n)), :'peeked'::text, 'as fetch gives them');
+-- a ready job whose key has filled up since
+create function pg_temp.keyed(task text, keys text[], priority integer default 0) returns bigint language sql as $$
+  select queue.defer(keyed.task, queue => 'keyed', priority => keyed.priority, options => jsonb_build_object('concurrency',
+    (select jsonb_agg(jsonb_build_object('key', k, 'limit', 1)) from unnest(keys) k)))
+$$;
+select pg_temp.keyed('stopped', '{KA,KB}') as stopped \gset
+select queue.tick() \g /dev/null
+select pg_temp.keyed('behind', '{KB}') as behind, pg_temp.keyed('fills', '{KA}', 1) \gset
+select queue.fetch(:w, '{keyed}', 1) \g /dev/null
+select queue.defer('free', queue => 'keyed') \g /dev/null
+select queue.tick() \g /dev/null
+select is(queue.why(:behind), format('its concurrency key KB goes first to job %s (no slot is free: concurrency key KA)', :stopped), 'why: the job that comes first can''t start itself');
+select queue.cancel(:behind) \g /dev/null
+select is((select string_agg(p.task, ' ') from queue.peek('{keyed}', 1) p), 'free', 'a ready job whose key is full does not hide the next one');
+select queue.configure_queue('keyed', '{"max_running": 2}');
+select is((select string_agg(p.task, ' ') from queue.peek('{keyed}') p), 'free', 'nor takes room of its queue');
+select is((select string_agg(f.task, ' ') from queue.fetch(:w, '{keyed}', 1) f), 'free', 'as fetch gives them');
 select is(test.refusal('select queue.peek(n => 0)'), '22023', 'n is at least 1');
 select is(test.refusal('select queue.peek(n => null)'), '22023', 'and not NULL');
 
