@@ -50,7 +50,7 @@ def _decode_row(value: dict[str, Any]) -> models.Model:
     is_in_job = running_job() is not None  # elsewhere the connection is the caller's
     if was_open and is_in_job:
         renew_connections()
-    may_end = is_in_job and not what_is_left(connection)
+    may_end = is_in_job and (not was_open or not what_is_left(connection))
     try:
         row: models.Model = model._base_manager.using(alias).get(pk=value["pk"])
     except model.DoesNotExist as error:
