@@ -1520,8 +1520,8 @@ comment on view queue.jobs is
     ' change that of a new job. Sensitive args (register_task) read *** for all but the owner.';
 
 -- tables/inspect/views.sql
--- What operators and readers see, besides jobs (jobs.sql). Views call no function of the extension, so that it
--- can be dropped without them. So they repeat rules that functions have: _matches, _paused_until,
+-- What operators and readers see, besides jobs (jobs.sql). Views call no function of the extension, so that
+-- it can be dropped without them. So they repeat rules that functions have: _matches, _paused_until,
 -- _task_paused_until, _virtual_time and _tag_step.
 --
 -- PostgreSQL would write through a view of one table, to that table: for its owner, and so for an ORM.
@@ -14380,9 +14380,10 @@ end $$;
 
 -- Marks workers as gone whose last heartbeat is too long ago, and notes for those that went before which
 -- transactions may still create claims of theirs (waits_for).
--- If all are silent at once, it marks none (_are_all_silent). Until a heartbeat that found this has committed,
--- it holds the row of queue.installation, and others give up nobody: they would see its worker alive, and not
--- yet what it wrote. If the clock was set back, what was seen at a later time counts as seen now.
+-- If all are silent at once, it marks none (_are_all_silent). Until a heartbeat that found this has
+-- committed, it holds the row of queue.installation, and others give up nobody: they might see another
+-- worker alive, and not yet that silence counts anew. If the clock was set back, what was seen at a later
+-- time counts as seen now.
 -- Locks: rows of queue.worker, and of queue.installation, by skip locked.
 create or replace function queue._mark_dead_workers(p_now timestamptz, p_up_since timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -14410,9 +14411,10 @@ begin
 end $$;
 
 -- Whether no worker has been seen for its dead_after. Then the server was silent, or something before it (its
--- machine was paused, or a pooler), or its clock was set forward, and live workers must get dead_after once
--- more: else they would be given up, and their jobs run twice. They can all have died, too. So it is true once,
--- until one of them is seen, or another registers. Also whether the clock was set back past p_up_since.
+-- machine was paused, or a pooler), or its clock was set forward. Live workers must get dead_after once more:
+-- else they would be given up, and their jobs run twice. They can all have died, too. So it is true once,
+-- until one of them is seen, or another registers. It is true, too, if the clock was set back past
+-- p_up_since.
 create or replace function queue._are_all_silent(p_now timestamptz, p_up_since timestamptz)
 returns boolean language plpgsql volatile parallel safe security invoker as $$
 begin
@@ -14962,16 +14964,17 @@ begin
   return cardinality(v_ids);
 end $$;
 
--- Since when 10,000 jobs have been due for removal, and an hour more; NULL if fewer are. Jobs that others need
--- are due and stay, so a few say nothing.
+-- Since when 10,000 jobs have been due for removal, and an hour more; NULL if fewer are. Jobs that others
+-- need are due and stay, so a few say nothing.
 create or replace function queue._removal_overdue_since(p_now timestamptz)
 returns timestamptz language plpgsql stable parallel safe security invoker set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = on set jit = off as $$
 begin
   return least(
-    (select f.purge_at from queue.finished f where f.purge_at < p_now order by f.purge_at offset 10000 limit 1),
+    (select f.purge_at from queue.finished f
+     where f.purge_at < p_now order by f.purge_at offset 10000 limit 1),
     (select f.finished_at + interval '7 days' from queue.finished f
-     where f.purge_at is null and f.state = 'succeeded' and f.finished_at < p_now - interval '7 days'
-     offset 10000 limit 1)) + interval '1 hour';
+     where f.purge_at is null and f.state = 'succeeded'
+       and f.finished_at < p_now - interval '7 days' offset 10000 limit 1)) + interval '1 hour';
 end $$;
 
 -- Removes what is due, after one in 500 claims: a worker that is never idle makes only heartbeats otherwise,
@@ -17428,6 +17431,7 @@ end $$;
 -- Why nothing is claimed twice: the claim is an update of a row that this transaction has locked, and found
 -- unclaimed in its newest version. Why no limit is exceeded: rows of limited lanes are claimed only under the
 -- admission lock (_claim_limited).
+-- In one piece (ADR 1): set-up of statements and calls is most of the cost of a single job.
 create or replace function queue.fetch(
   worker bigint, queues text[] default null, max_jobs integer default 1, options jsonb default null)
 returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,

@@ -6,6 +6,7 @@
 -- Why nothing is claimed twice: the claim is an update of a row that this transaction has locked, and found
 -- unclaimed in its newest version. Why no limit is exceeded: rows of limited lanes are claimed only under the
 -- admission lock (_claim_limited).
+-- In one piece (ADR 1): set-up of statements and calls is most of the cost of a single job.
 create or replace function queue.fetch(
   worker bigint, queues text[] default null, max_jobs integer default 1, options jsonb default null)
 returns table (id bigint, claim bigint, task text, args jsonb, queue text, priority integer, lock text,

@@ -86,9 +86,10 @@ end $$;
 
 -- Marks workers as gone whose last heartbeat is too long ago, and notes for those that went before which
 -- transactions may still create claims of theirs (waits_for).
--- If all are silent at once, it marks none (_are_all_silent). Until a heartbeat that found this has committed,
--- it holds the row of queue.installation, and others give up nobody: they would see its worker alive, and not
--- yet what it wrote. If the clock was set back, what was seen at a later time counts as seen now.
+-- If all are silent at once, it marks none (_are_all_silent). Until a heartbeat that found this has
+-- committed, it holds the row of queue.installation, and others give up nobody: they might see another
+-- worker alive, and not yet that silence counts anew. If the clock was set back, what was seen at a later
+-- time counts as seen now.
 -- Locks: rows of queue.worker, and of queue.installation, by skip locked.
 create or replace function queue._mark_dead_workers(p_now timestamptz, p_up_since timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -116,9 +117,10 @@ begin
 end $$;
 
 -- Whether no worker has been seen for its dead_after. Then the server was silent, or something before it (its
--- machine was paused, or a pooler), or its clock was set forward, and live workers must get dead_after once
--- more: else they would be given up, and their jobs run twice. They can all have died, too. So it is true once,
--- until one of them is seen, or another registers. Also whether the clock was set back past p_up_since.
+-- machine was paused, or a pooler), or its clock was set forward. Live workers must get dead_after once more:
+-- else they would be given up, and their jobs run twice. They can all have died, too. So it is true once,
+-- until one of them is seen, or another registers. It is true, too, if the clock was set back past
+-- p_up_since.
 create or replace function queue._are_all_silent(p_now timestamptz, p_up_since timestamptz)
 returns boolean language plpgsql volatile parallel safe security invoker as $$
 begin

@@ -105,16 +105,17 @@ begin
   return cardinality(v_ids);
 end $$;
 
--- Since when 10,000 jobs have been due for removal, and an hour more; NULL if fewer are. Jobs that others need
--- are due and stay, so a few say nothing.
+-- Since when 10,000 jobs have been due for removal, and an hour more; NULL if fewer are. Jobs that others
+-- need are due and stay, so a few say nothing.
 create or replace function queue._removal_overdue_since(p_now timestamptz)
 returns timestamptz language plpgsql stable parallel safe security invoker {{planner_brin}} as $$
 begin
   return least(
-    (select f.purge_at from queue.finished f where f.purge_at < p_now order by f.purge_at offset 10000 limit 1),
+    (select f.purge_at from queue.finished f
+     where f.purge_at < p_now order by f.purge_at offset 10000 limit 1),
     (select f.finished_at + interval '{{keep_succeeded}}' from queue.finished f
-     where f.purge_at is null and f.state = 'succeeded' and f.finished_at < p_now - interval '{{keep_succeeded}}'
-     offset 10000 limit 1)) + interval '1 hour';
+     where f.purge_at is null and f.state = 'succeeded'
+       and f.finished_at < p_now - interval '{{keep_succeeded}}' offset 10000 limit 1)) + interval '1 hour';
 end $$;
 
 -- Removes what is due, after one in 500 claims: a worker that is never idle makes only heartbeats otherwise,

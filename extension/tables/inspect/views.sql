@@ -1,5 +1,5 @@
--- What operators and readers see, besides jobs (jobs.sql). Views call no function of the extension, so that it
--- can be dropped without them. So they repeat rules that functions have: _matches, _paused_until,
+-- What operators and readers see, besides jobs (jobs.sql). Views call no function of the extension, so that
+-- it can be dropped without them. So they repeat rules that functions have: _matches, _paused_until,
 -- _task_paused_until, _virtual_time and _tag_step.
 --
 -- PostgreSQL would write through a view of one table, to that table: for its owner, and so for an ORM.
