@@ -48,8 +48,6 @@ class Watchdog:
         self._asking = threading.Lock()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        # Whether the thread waits for a first call: woken by each, it would slow them down.
-        self._rests = False
 
     @contextlib.contextmanager
     def watching(
@@ -81,8 +79,7 @@ class Watchdog:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="pgdefer-watch", daemon=True)
                 self._thread.start()
-            elif self._rests:
-                self._rests = False
+            elif len(self._deadlines) == 1:
                 self._changed.notify()
 
     def _forget(self, key: object) -> None:
@@ -92,10 +89,6 @@ class Watchdog:
     def _run(self) -> None:
         with self._changed:
             while True:
-                if not self._deadlines:
-                    self._rests = True
-                    self._changed.wait()
-                self._changed.wait(min(CALL_TIMEOUT, 1.0))
                 now = time.monotonic()
                 for key, (deadline, connection, may_be_busy) in list(self._deadlines.items()):
                     if deadline > now:
@@ -107,6 +100,7 @@ class Watchdog:
                         self._deadlines[key] = math.inf, connection, may_be_busy
                         asking = key, connection, may_be_busy
                         threading.Thread(target=self._ask, args=asking, daemon=True).start()
+                self._changed.wait(min(CALL_TIMEOUT, 1.0) if self._deadlines else None)
 
     def _ask(self, key: object, connection: Any, may_be_busy: Callable[[], bool]) -> None:
         """Ask whether the server works on a call: one after another, or many would connect."""
