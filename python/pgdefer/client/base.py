@@ -5,7 +5,6 @@ Tests: integration/test_defer.py, integration/test_pools.py.
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -19,7 +18,6 @@ from pgdefer.database.callers_pool_async import AsyncCallersPool
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.database.source import AsyncPsycopgConnection, PsycopgConnection, Source
 from pgdefer.database.sql import Statement
-from pgdefer.database.watchdog import watchdog
 from pgdefer.options import JobOptions, checked_mapping
 
 __all__ = ["ClientBase", "Refusal", "StandIn", "tasks_json"]
@@ -128,8 +126,6 @@ class ClientBase:
         self.child_module: str | None = None
         #: Only in tests; else None.
         self.stand_in: StandIn | None = None
-        #: Whether calls on own connections are given up if the server does not work on them.
-        self.gives_up = False
         self._max_connections = max_connections
         self._registered: dict[str, JobOptions] = {}
         self._may_register = True
@@ -154,15 +150,6 @@ class ClientBase:
         """Raise RuntimeError if no worker may run here: in a test's block."""
         if self.stand_in is not None:
             raise RuntimeError(self.stand_in.no_worker)
-
-    def watching(
-        self, connection: PsycopgConnection | AsyncPsycopgConnection
-    ) -> AbstractContextManager[None]:
-        """Give up the calls of a block, in workers: on a half-open line they would never end."""
-        if not self.gives_up:
-            return contextlib.nullcontext()
-        session = connection.info.backend_pid
-        return watchdog.watching(connection, lambda: self.source.may_be_busy(session))
 
     def dumps_args(self, task: str, args: Mapping[str, Any] | None) -> str:
         """Return the JSON of arguments by name, with the version that the task has here."""

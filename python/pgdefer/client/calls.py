@@ -57,8 +57,6 @@ class ClientCalls(ClientBase):
                 own = stack.enter_context(self.stand_in.transaction())
             else:
                 own = stack.enter_context(self.pool.connection(waits=not callers, undo=callers))
-                if not callers:
-                    stack.enter_context(self.watching(own))
                 stack.enter_context(own.transaction())
             yield own
 
@@ -76,9 +74,7 @@ class ClientCalls(ClientBase):
         callers: CallersConnection = OWN,
     ) -> Iterator[AnyConnection]:
         if callers is OWN:
-            with contextlib.ExitStack() as stack:
-                own = stack.enter_context(self.pool.connection())
-                stack.enter_context(self.watching(own))
+            with self.pool.connection() as own:
                 if defaults:
                     self.register(own)
                 yield own

@@ -60,8 +60,6 @@ class AsyncClientCalls(ClientBase):
                 own = await stack.enter_async_context(
                     self.pool_async.connection(waits=not callers, undo=callers)
                 )
-                if not callers:
-                    stack.enter_context(self.watching(own))
                 await stack.enter_async_context(own.transaction())
             yield own
 
@@ -79,9 +77,7 @@ class AsyncClientCalls(ClientBase):
         callers: CallersConnection = OWN,
     ) -> AsyncIterator[AnyAsyncConnection]:
         if callers is OWN:
-            async with contextlib.AsyncExitStack() as stack:
-                own = await stack.enter_async_context(self.pool_async.connection())
-                stack.enter_context(self.watching(own))
+            async with self.pool_async.connection() as own:
                 if defaults:
                     await self.register_async(own)
                 yield own

@@ -26,7 +26,6 @@ from pgdefer.checks import check_flag
 from pgdefer.database import sql
 from pgdefer.database.addresses import with_addresses
 from pgdefer.database.own_threads import in_own_thread
-from pgdefer.database.watchdog import watchdog
 from pgdefer.errors import InvalidParameter
 
 if TYPE_CHECKING:
@@ -216,17 +215,6 @@ class Source:
                 close_now(connection)
                 raise
         return connection
-
-    def may_be_busy(self, session: int) -> bool:
-        """Whether the server may work on the call of a session. Raises psycopg's error."""
-        connection = self.connect()
-        parameters = {"session": session, "own": connection.info.backend_pid}
-        try:
-            with watchdog.watching(connection):
-                row = connection.execute(sql.MAY_BE_BUSY.psycopg, parameters).fetchone()
-            return bool(row and row[0])
-        finally:
-            close_now(connection)
 
     async def connect_async(self) -> AsyncPsycopgConnection:
         """Open a connection; every statement is a transaction of its own, in READ COMMITTED."""

@@ -165,12 +165,6 @@ CLAIMS = Statement("select id, claim from queue.claims(cast(:worker as bigint))"
 
 IS_BUSY = Statement("select queue.is_busy(cast(:session as integer)) as is_busy")
 
-# Behind a pooler the numbers of sessions, also that of this one, are its own.
-MAY_BE_BUSY = Statement("""
-    select pg_backend_pid() <> cast(:own as integer) or queue.is_busy(cast(:session as integer))
-      as may_be_busy
-""")
-
 # In handlers
 
 EXTEND = Statement("""

@@ -163,7 +163,6 @@ def main(connection: Connection, dsn: str) -> None:
             if (module, name) not in tasks:
                 task = find_task(module, name)
                 task.client.move(dsn)
-                task.client.gives_up = True
                 tasks[module, name] = task, SyncPool(task.client.source)
         except Exception as error:
             nobody = JobContext(cast("Client", None), row)

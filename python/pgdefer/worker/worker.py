@@ -234,7 +234,6 @@ class Worker:
     def _make_parts(self) -> None:
         """Make what needs the running loop. Nothing connects yet."""
         client = self.app.client
-        client.gives_up = True
         source = client.source
         assert self._loop is not None
         shared = self.shared

@@ -19,7 +19,6 @@ from sqlalchemy.ext import asyncio as sa_async
 
 from bouncer import PROGRAM, Bouncer, bouncing
 from pgdefer import App, RetryLater, current_job
-from pgdefer.database import sql
 from support import url_of
 from workers import running, until
 
@@ -209,16 +208,3 @@ async def test_pgbouncer_is_restarted(
     assert (
         conn.execute("select state, attempts from queue.jobs").fetchall() == [("succeeded", 1)] * 3
     )
-
-
-def test_a_long_call_of_a_worker_is_not_given_up(
-    bouncer: Bouncer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The number of its session is pgbouncer's, so the server can't be asked about it."""
-    monkeypatch.setattr("pgdefer.database.watchdog.CALL_TIMEOUT", 0.2)
-    monkeypatch.setattr("pgdefer.database.watchdog.ON_ITS_WAY", 0.1)
-    app = App(bouncer.dsn, pgbouncer=True)
-    app.client.gives_up = True
-    slow = sql.Statement("select 1 from pg_sleep(2)")
-    assert app.client.call(slow, {}) == [(1,)]
-    app.close()

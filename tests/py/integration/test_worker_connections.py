@@ -227,7 +227,6 @@ class Line:
         self.answers_to_drop = 0
         self.dropped = 0
         self._writers: list[asyncio.StreamWriter] = []
-        self._lost: list[asyncio.Event] = []
 
     async def __aenter__(self) -> Self:
         self._listening = await asyncio.start_unix_server(
@@ -238,24 +237,11 @@ class Line:
     async def __aexit__(self, *_: object) -> None:
         self._listening.close()
         self.cut()
-        for one in self._lost:
-            one.set()
-        await asyncio.sleep(0.01)
 
     def cut(self) -> None:
         for writer in self._writers:
             writer.close()
         self._writers.clear()
-
-    def lose(self) -> None:
-        """Let the connections of now carry nothing any more, as a proxy that has lost its server.
-
-        New ones carry data.
-        """
-        self.is_open.clear()
-        self._lost.append(self.is_open)
-        self.is_open = asyncio.Event()
-        self.is_open.set()
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there_reader, there = await asyncio.open_unix_connection(self._server / ".s.PGSQL.5432")
@@ -268,7 +254,6 @@ class Line:
     async def _pass(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, is_answer: bool
     ) -> None:
-        is_open = self.is_open
         with contextlib.suppress(OSError):
             while data := await reader.read(1 << 16):
                 if is_answer and self.answers_to_drop and b"lost-job" in data:
@@ -276,7 +261,7 @@ class Line:
                     self.dropped += 1
                     self.cut()
                     return
-                await is_open.wait()
+                await self.is_open.wait()
                 writer.write(data)
                 await writer.drain()
         writer.close()
@@ -506,56 +491,6 @@ async def test_a_half_open_connection_of_a_handler(
     await async_engine.dispose()
     (row,) = jobs()
     assert (row["state"], row["failures"], row["crashes"], len(runs)) == ("succeeded", 0, 1, 2)
-
-
-@pytest.mark.parametrize("is_async", [False, True])
-async def test_a_half_open_connection_of_a_call_in_a_handler(
-    jobs: Jobs,
-    line: Line,
-    conn: Connection,
-    monkeypatch: pytest.MonkeyPatch,
-    is_async: bool,
-) -> None:
-    """The call fails, else it would never end; the next one has a new connection."""
-    monkeypatch.setattr("pgdefer.database.watchdog.CALL_TIMEOUT", 0.5)
-    app = through(line, conn.info.dsn)
-    loop = asyncio.get_running_loop()
-
-    async def lose() -> None:
-        line.lose()
-
-    def sync() -> None:
-        app.defer("other")
-        asyncio.run_coroutine_threadsafe(lose(), loop).result()
-        with pytest.raises(psycopg.OperationalError):
-            app.defer("other")
-        app.defer("other")
-
-    async def coroutine() -> None:
-        await app.defer_async("other")
-        await lose()
-        with pytest.raises(psycopg.OperationalError):
-            await app.defer_async("other")
-        await app.defer_async("other")
-
-    function: Any = coroutine if is_async else sync
-    app.task(function, name="t", queue="own")
-    async with running(app, queues=["own"], heartbeat_every=0.5):
-        conn.execute("select queue.defer('t', queue => 'own')")
-        await until(lambda: len(jobs.states()) == 3)
-        await until(lambda: jobs.states()[1] == "succeeded")
-
-
-async def test_a_call_on_which_the_server_works_is_not_given_up(
-    app: App, dsn: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As while a standby does not confirm a commit, or a lock is held by somebody else."""
-    monkeypatch.setattr("pgdefer.database.watchdog.CALL_TIMEOUT", 0.2)
-    monkeypatch.setattr("pgdefer.database.watchdog.ON_ITS_WAY", 0.1)
-    app.client.gives_up = True
-    slow = sql.Statement("select 1 from pg_sleep(1)")
-    assert app.client.call(slow, {}) == [(1,)]
-    assert await app.client.call_async(slow, {}) == [(1,)]
 
 
 @pytest.mark.parametrize("when", ["the last statement", "commit"])
