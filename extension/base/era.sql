@@ -76,18 +76,3 @@ begin
     else clock_timestamp() end
           from queue.installation i);
 end $$;
-
--- Lets the silence of workers count from p_now on only. If another session does this just now, or holds the
--- row for something else, the next call does it.
--- Locks: the row of queue.installation by skip locked.
-create or replace function queue._restart_grace(p_now timestamptz)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  perform from queue.installation i for no key update skip locked;
-  if found then
-    update queue.installation i set up_since = p_now where i.era = queue._era() and i.written = i.xmin;
-    if found then
-      update queue.installation i set written = i.xmin;  -- as in _begin_era
-    end if;
-  end if;
-end $$;

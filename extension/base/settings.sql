@@ -9,6 +9,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_before jsonb;
   v_options jsonb;
+  v_is_of_era boolean;
 begin
   {{installed}}
   perform queue._check_keys('options', configure.options, array['max_size', 'unknown_task_grace']);
@@ -18,13 +19,16 @@ begin
       'Pass a number of bytes, from 100,000 to 268,435,456 (256 MB).',
       'value: ' || left(configure.options ->> 'max_size', 200));
   end if;
-  select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace) into v_before
+  select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace),
+    i.written = i.xmin
+  into v_before, v_is_of_era
   from queue.installation i for no key update;
   update queue.installation i
   set max_size = coalesce((configure.options ->> 'max_size')::integer, i.max_size),
     unknown_task_grace = coalesce(queue._interval('unknown_task_grace',
       configure.options -> 'unknown_task_grace'), i.unknown_task_grace)
   where jsonb_strip_nulls(configure.options) <> '{}';
+  update queue.installation i set written = i.xmin where v_is_of_era;  -- it begins no era
   select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace) into v_options
   from queue.installation i;
   perform queue._audit('configure', configure.options, p_before => v_before)

@@ -2246,26 +2246,30 @@ begin
   if not exists (select from unnest(p_queues) q where right(q, 1) = '*') then
     return p_queues;
   end if;
-  return array(select p.queue from queue._places_of(p_queues, false) p);
+  return array(select distinct p.queue from queue._places_of(p_queues, false) p);
 end $$;
 
--- The queues that a list of names and patterns selects; place: that of the first one that does. p_idle: also
--- queues without ready jobs. Others wait for the admission lock meanwhile, so names are looked up by a hash:
--- to compare each of 2,000 queues with 900 names and 100 patterns took seconds, and this takes 40 ms.
+-- The lanes of queues that a list of names and patterns selects (NULL: all); place: that of the first one
+-- that does. p_idle: also lanes without ready jobs. Others wait for the admission lock meanwhile, so names
+-- are looked up by a hash, which fetch forbids: to compare each of 2,000 queues with 900 names and 100
+-- patterns took seconds.
 create or replace function queue._places_of(p_queues text[], p_idle boolean)
-returns table (queue text, place bigint)
-language plpgsql stable parallel safe security invoker rows 10 as $$
+returns table (lane integer, queue text, place bigint)
+language plpgsql stable parallel safe security invoker rows 10 set enable_hashjoin = on as $$
 begin
   return query
-    with asked as materialized (select q.name, q.n from unnest(p_queues) with ordinality q (name, n)),
-    lanes as materialized (select distinct l.queue from queue.lane l where p_idle or not l.is_idle)
-    select u.queue, min(u.n)
-    from (
-      select l.queue, q.n from lanes l join asked q on q.name = l.queue
+    with asked as materialized (select q.name, q.n from unnest(p_queues) with ordinality q (name, n))
+    select l.lane, l.queue, min(u.n)
+    from queue.lane l
+    left join (
+      select d.queue, q.n
+      from (select distinct l.queue from queue.lane l) d join asked q on q.name = d.queue
       union all
-      select l.queue, q.n from lanes l join asked q
-        on right(q.name, 1) = '*' and starts_with(l.queue, left(q.name, -1))) u
-    group by u.queue;
+      select d.queue, q.n
+      from (select distinct l.queue from queue.lane l) d join asked q
+        on right(q.name, 1) = '*' and starts_with(d.queue, left(q.name, -1))) u on u.queue = l.queue
+    where (p_idle or not l.is_idle) and (p_queues is null or u.queue is not null)
+    group by l.lane, l.queue;
 end $$;
 
 -- Checks what a caller passes, before it is narrowed to what the caller may use.
@@ -3587,21 +3591,6 @@ begin
           from queue.installation i);
 end $$;
 
--- Lets the silence of workers count from p_now on only. If another session does this just now, or holds the
--- row for something else, the next call does it.
--- Locks: the row of queue.installation by skip locked.
-create or replace function queue._restart_grace(p_now timestamptz)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  perform from queue.installation i for no key update skip locked;
-  if found then
-    update queue.installation i set up_since = p_now where i.era = queue._era() and i.written = i.xmin;
-    if found then
-      update queue.installation i set written = i.xmin;  -- as in _begin_era
-    end if;
-  end if;
-end $$;
-
 -- base/migrate.sql
 -- Migrating: the tables follow the code, step by step, beside running workers and producers.
 -- Tests: base/install.sql, ../py/compat/test_upgrade.py.
@@ -3942,6 +3931,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_before jsonb;
   v_options jsonb;
+  v_is_of_era boolean;
 begin
   if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_keys('options', configure.options, array['max_size', 'unknown_task_grace']);
@@ -3951,13 +3941,16 @@ begin
       'Pass a number of bytes, from 100,000 to 268,435,456 (256 MB).',
       'value: ' || left(configure.options ->> 'max_size', 200));
   end if;
-  select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace) into v_before
+  select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace),
+    i.written = i.xmin
+  into v_before, v_is_of_era
   from queue.installation i for no key update;
   update queue.installation i
   set max_size = coalesce((configure.options ->> 'max_size')::integer, i.max_size),
     unknown_task_grace = coalesce(queue._interval('unknown_task_grace',
       configure.options -> 'unknown_task_grace'), i.unknown_task_grace)
   where jsonb_strip_nulls(configure.options) <> '{}';
+  update queue.installation i set written = i.xmin where v_is_of_era;  -- it begins no era
   select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace) into v_options
   from queue.installation i;
   perform queue._audit('configure', configure.options, p_before => v_before)
@@ -14379,29 +14372,23 @@ begin
 end $$;
 
 -- Marks workers as gone whose last heartbeat is too long ago, and notes for those that went before which
--- transactions may still create claims of theirs (waits_for).
--- If all are silent at once, it marks none (_are_all_silent). Until a heartbeat that found this has
--- committed, it holds the row of queue.installation, and others give up nobody: they might see another
--- worker alive, and not yet that silence counts anew. If the clock was set back, what was seen at a later
--- time counts as seen now.
--- Locks: rows of queue.worker, and of queue.installation, by skip locked.
+-- transactions may still create claims of theirs (waits_for). If all are silent at once, silence counts anew.
+-- If the clock was set back, what was seen at a later time counts as seen now.
+-- Locks: rows of queue.worker by skip locked; as _restart_grace.
 create or replace function queue._mark_dead_workers(p_now timestamptz, p_up_since timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  update queue.worker w set last_seen_at = p_now
+  update queue.worker w set last_seen_at = clock_timestamp()
   where w.id = any (array(select w.id from queue.worker w where w.gone_at is null
-    and w.last_seen_at > p_now + interval '10 s' for update skip locked));
+    and w.last_seen_at > clock_timestamp() + interval '10 s' for update skip locked));
   if queue._are_all_silent(p_now, p_up_since) then
     perform queue._restart_grace(p_now);
-  elsif exists (select from queue.worker w where w.gone_at is null
-    and greatest(w.last_seen_at, p_up_since) + w.dead_after < p_now) then
-    perform from queue.installation i for share skip locked;
-    if found then
-      update queue.worker w set gone_at = p_now
-      where w.id = any (array(select w.id from queue.worker w where w.gone_at is null
-        and greatest(w.last_seen_at, queue._up_since()) + w.dead_after < p_now
-        and not (w.info ? 'session' and queue._is_in_handler(w.info)) for update skip locked));
-    end if;
+  else
+    -- _up_since anew: one snapshot shows who was seen, and that silence counted anew before that
+    update queue.worker w set gone_at = p_now
+    where w.id = any (array(select w.id from queue.worker w where w.gone_at is null
+      and greatest(w.last_seen_at, queue._up_since()) + w.dead_after < p_now
+      and not (w.info ? 'session' and queue._is_in_handler(w.info)) for update skip locked));
   end if;
   update queue.worker w
   set waits_for = queue._virtual_transactions()
@@ -14410,17 +14397,41 @@ begin
                             and w.xmin <> pg_current_xact_id()::xid for update skip locked));
 end $$;
 
--- Whether no worker has been seen for its dead_after. Then the server was silent, or something before it (its
--- machine was paused, or a pooler), or its clock was set forward. Live workers must get dead_after once more:
--- else they would be given up, and their jobs run twice. They can all have died, too. So it is true once,
--- until one of them is seen, or another registers. It is true, too, if the clock was set back past
--- p_up_since.
+-- Whether no worker has been seen for the least dead_after, and 25 s. Then the server was silent, or what is
+-- before it (its machine was paused, or a pooler), or its clock was set forward. Live workers must get their
+-- dead_after once more: else they would be given up, and their jobs run twice. They can all have died, too.
+-- So it is true once, until one of them is seen. It is true, too, if the clock was set back past p_up_since.
 create or replace function queue._are_all_silent(p_now timestamptz, p_up_since timestamptz)
 returns boolean language plpgsql volatile parallel safe security invoker as $$
 begin
   return p_up_since > p_now + interval '10 s' or coalesce((
-    select bool_and(w.last_seen_at + w.dead_after < p_now) and max(w.last_seen_at) > p_up_since
+    select max(w.last_seen_at) + greatest(min(w.dead_after), interval '25 s') < p_now
+      and max(w.last_seen_at) > p_up_since
     from queue.worker w where w.gone_at is null), false);
+end $$;
+
+-- Lets silence count from p_now on only, except that of workers that were silent while another one was seen:
+-- they are gone. False if another session does this just now, or holds the row for something else; then the
+-- caller's worker must not be seen (heartbeat), because others would not know yet that silence counts anew.
+-- Locks: the row of queue.installation, and rows of queue.worker, by skip locked. Two sessions:
+-- work/reap.silence.spec.
+create or replace function queue._restart_grace(p_now timestamptz)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform from queue.installation i for no key update skip locked;
+  if not found then
+    return false;
+  end if;
+  update queue.worker w set gone_at = p_now
+  where w.id = any (array(select w.id from queue.worker w where w.gone_at is null
+    and w.last_seen_at + w.dead_after < (
+      select max(s.last_seen_at) from queue.worker s where s.gone_at is null)
+    and not (w.info ? 'session' and queue._is_in_handler(w.info)) for update skip locked));
+  update queue.installation i set up_since = p_now where i.era = queue._era() and i.written = i.xmin;
+  if found then
+    update queue.installation i set written = i.xmin;  -- as in _begin_era
+  end if;
+  return true;
 end $$;
 
 -- Ends the claims of gone workers until p_until, but at least 20; returns their number. A worker of which
@@ -14974,31 +14985,33 @@ begin
      where f.purge_at < p_now order by f.purge_at offset 10000 limit 1),
     (select f.finished_at + interval '7 days' from queue.finished f
      where f.purge_at is null and f.state = 'succeeded'
-       and f.finished_at < p_now - interval '7 days' offset 10000 limit 1)) + interval '1 hour';
+       and f.finished_at < p_now - interval '7 days' - interval '1 hour' offset 10000 limit 1))
+    + interval '1 hour';
 end $$;
 
 -- Removes what is due, after one in 500 claims: a worker that is never idle makes only heartbeats otherwise,
--- and ends more jobs than these can remove. So for each job that starts, two may go. Most calls find nothing.
--- An error is a warning, as in _maintain.
+-- and ends more jobs than these can remove. So for each job that starts, two may go. If there was little, the
+-- session looks again after a minute, as a look may read all failed jobs. An error is a warning, as in
+-- _maintain.
 -- Locks: the admission lock by try; then as _prune.
 create or replace function queue._prune_in_pace()
 returns void language plpgsql volatile parallel unsafe security invoker set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = on set jit = off as $$
 declare
-  v_now timestamptz := clock_timestamp();
+  v_epoch double precision := date_part('epoch', clock_timestamp());
   v_safe_at timestamptz;
+  v_pruned integer;
 begin
-  if exists (select from queue.finished f where f.purge_at <= v_now)
-    or exists (select from queue.finished f where f.purge_at is null and f.state = 'succeeded'
-      and f.finished_at < v_now - interval '7 days')
-    or exists (select from queue.idempotency_key k where k.expires_at <= v_now)
-  then
-    if queue._lock_admission(false) then
-      v_safe_at := queue._safe_at();
-      if not (select a.has_more from queue._admit(1000) a) then
-        perform queue._prune(1000, v_safe_at);
-        perform queue._prune_idempotency_keys(1000);
-        perform queue._forget_semaphores();
-      end if;
+  if abs(v_epoch - coalesce(nullif(current_setting('pgdefer.pruned_at', true), '')::double precision, 0)) < 60
+    or not queue._lock_admission(false) then
+    return;
+  end if;
+  v_safe_at := queue._safe_at();
+  if not (select a.has_more from queue._admit(1000) a) then
+    v_pruned := queue._prune(1000, v_safe_at);
+    perform queue._prune_idempotency_keys(1000);
+    perform queue._forget_semaphores();
+    if v_pruned < 100 then
+      perform set_config('pgdefer.pruned_at', v_epoch::text, false);
     end if;
   end if;
 exception when others then
@@ -15454,6 +15467,7 @@ language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
   v_told tid[];
+  v_is_seen boolean := true;
   -- maintenance might keep others waiting for locks that another part of the transaction holds
   v_may_maintain boolean := current_setting('transaction_isolation') = 'read committed'
     and pg_current_xact_id_if_assigned() is null;
@@ -15465,11 +15479,14 @@ begin
     perform queue._invalid('memory must not be negative',
       'Pass how many bytes the worker''s processes have in memory, or NULL if that is unknown.');
   end if;
-  if v_may_maintain and queue._are_all_silent(clock_timestamp(), queue._up_since()) then
-    perform queue._restart_grace(clock_timestamp());  -- before this one is seen
+  if current_setting('transaction_isolation') = 'read committed'
+    and exists (select from queue.worker w where w.id = heartbeat.worker and w.gone_at is null)
+    and queue._are_all_silent(clock_timestamp(), queue._up_since()) then
+    v_is_seen := queue._restart_grace(clock_timestamp());
     v_may_maintain := false;
   end if;
-  update queue.worker w set last_seen_at = clock_timestamp(), memory = heartbeat.memory
+  update queue.worker w set memory = heartbeat.memory,
+    last_seen_at = case when v_is_seen then clock_timestamp() else w.last_seen_at end
   where w.id = heartbeat.worker and w.gone_at is null;
   if not found then
     perform queue._worker_gone(heartbeat.worker);
@@ -16637,13 +16654,14 @@ begin
     from (
       select l.lane, l.kind, l.priority, case when v_is_listed then m.place end as place,
         first_value(f.id) over (partition by l.queue, l.priority order by f.deadline, f.id) as first_id
-      from queue.lane l
-      left join queue._places_of(p_queues, true) m on m.queue = l.queue
+      from queue._places_of(
+        case when v_is_listed or '*' = any (p_queues) is not true then p_queues end, true) m
+      join queue.lane l on l.lane = m.lane
       left join lateral (
         select aj.deadline, aj.id from queue.active_job aj
         where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null
         order by aj.deadline, aj.id limit 1) f on true
-      where (p_queues is null or m.place is not null) and (l.paused_until is null or l.paused_until <= v_now)
+      where (l.paused_until is null or l.paused_until <= v_now)
         and (v_limits is null or queue._worker_room(p_worker, v_limits, l.queue, 1) is distinct from 0)) l;
     if v_turn is null and not p_by_hand then
       v_turn := nullif(queue._may_claim(p_worker, v_quarantined, true, v_tasks, v_before, v_only),
@@ -17488,6 +17506,7 @@ begin
     from queue.claimed_job c where c.id = v_claimed.ids[1];
     if found and octet_length(concat(task, args, queue, lock, headers, steps))
       <= 65536/* answer_bytes */ - 120/* row_bytes */ then
+      perform queue._prune_in_pace() where random() * 500 < 1;
       return next;
       return;
     end if;

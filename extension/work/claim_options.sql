@@ -45,13 +45,14 @@ begin
     from (
       select l.lane, l.kind, l.priority, case when v_is_listed then m.place end as place,
         first_value(f.id) over (partition by l.queue, l.priority order by f.deadline, f.id) as first_id
-      from queue.lane l
-      left join queue._places_of(p_queues, true) m on m.queue = l.queue
+      from queue._places_of(
+        case when v_is_listed or '*' = any (p_queues) is not true then p_queues end, true) m
+      join queue.lane l on l.lane = m.lane
       left join lateral (
         select aj.deadline, aj.id from queue.active_job aj
         where {{is_ready}}
         order by aj.deadline, aj.id limit 1) f on true
-      where (p_queues is null or m.place is not null) and (l.paused_until is null or l.paused_until <= v_now)
+      where (l.paused_until is null or l.paused_until <= v_now)
         and (v_limits is null or queue._worker_room(p_worker, v_limits, l.queue, 1) is distinct from 0)) l;
     if v_turn is null and not p_by_hand then
       v_turn := nullif(queue._may_claim(p_worker, v_quarantined, true, v_tasks, v_before, v_only),

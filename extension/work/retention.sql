@@ -115,31 +115,33 @@ begin
      where f.purge_at < p_now order by f.purge_at offset 10000 limit 1),
     (select f.finished_at + interval '{{keep_succeeded}}' from queue.finished f
      where f.purge_at is null and f.state = 'succeeded'
-       and f.finished_at < p_now - interval '{{keep_succeeded}}' offset 10000 limit 1)) + interval '1 hour';
+       and f.finished_at < p_now - interval '{{keep_succeeded}}' - interval '1 hour' offset 10000 limit 1))
+    + interval '1 hour';
 end $$;
 
 -- Removes what is due, after one in 500 claims: a worker that is never idle makes only heartbeats otherwise,
--- and ends more jobs than these can remove. So for each job that starts, two may go. Most calls find nothing.
--- An error is a warning, as in _maintain.
+-- and ends more jobs than these can remove. So for each job that starts, two may go. If there was little, the
+-- session looks again after a minute, as a look may read all failed jobs. An error is a warning, as in
+-- _maintain.
 -- Locks: the admission lock by try; then as _prune.
 create or replace function queue._prune_in_pace()
 returns void language plpgsql volatile parallel unsafe security invoker {{planner_brin}} as $$
 declare
-  v_now timestamptz := clock_timestamp();
+  v_epoch double precision := date_part('epoch', clock_timestamp());
   v_safe_at timestamptz;
+  v_pruned integer;
 begin
-  if exists (select from queue.finished f where f.purge_at <= v_now)
-    or exists (select from queue.finished f where f.purge_at is null and f.state = 'succeeded'
-      and f.finished_at < v_now - interval '{{keep_succeeded}}')
-    or exists (select from queue.idempotency_key k where k.expires_at <= v_now)
-  then
-    if queue._lock_admission(false) then
-      v_safe_at := queue._safe_at();
-      if not (select a.has_more from queue._admit(1000) a) then
-        perform queue._prune(1000, v_safe_at);
-        perform queue._prune_idempotency_keys(1000);
-        perform queue._forget_semaphores();
-      end if;
+  if abs(v_epoch - coalesce(nullif(current_setting('pgdefer.pruned_at', true), '')::double precision, 0)) < 60
+    or not queue._lock_admission(false) then
+    return;
+  end if;
+  v_safe_at := queue._safe_at();
+  if not (select a.has_more from queue._admit(1000) a) then
+    v_pruned := queue._prune(1000, v_safe_at);
+    perform queue._prune_idempotency_keys(1000);
+    perform queue._forget_semaphores();
+    if v_pruned < 100 then
+      perform set_config('pgdefer.pruned_at', v_epoch::text, false);
     end if;
   end if;
 exception when others then

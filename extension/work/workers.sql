@@ -29,6 +29,7 @@ language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
   v_told tid[];
+  v_is_seen boolean := true;
   -- maintenance might keep others waiting for locks that another part of the transaction holds
   v_may_maintain boolean := current_setting('transaction_isolation') = 'read committed'
     and pg_current_xact_id_if_assigned() is null;
@@ -40,11 +41,14 @@ begin
     perform queue._invalid('memory must not be negative',
       'Pass how many bytes the worker''s processes have in memory, or NULL if that is unknown.');
   end if;
-  if v_may_maintain and queue._are_all_silent(clock_timestamp(), queue._up_since()) then
-    perform queue._restart_grace(clock_timestamp());  -- before this one is seen
+  if current_setting('transaction_isolation') = 'read committed'
+    and exists (select from queue.worker w where w.id = heartbeat.worker and w.gone_at is null)
+    and queue._are_all_silent(clock_timestamp(), queue._up_since()) then
+    v_is_seen := queue._restart_grace(clock_timestamp());
     v_may_maintain := false;
   end if;
-  update queue.worker w set last_seen_at = clock_timestamp(), memory = heartbeat.memory
+  update queue.worker w set memory = heartbeat.memory,
+    last_seen_at = case when v_is_seen then clock_timestamp() else w.last_seen_at end
   where w.id = heartbeat.worker and w.gone_at is null;
   if not found then
     perform queue._worker_gone(heartbeat.worker);

@@ -97,10 +97,13 @@ class Completer:
                 if (claim.job.id, claim.job.claim) not in refused:
                     self._announcer.settled(claim, outcomes.SUCCEEDED)
 
-    async def send_apart(self, connection: Connection, sending: Sequence[Outcome]) -> None:
+    async def send_apart(
+        self, connection: Connection, sending: Sequence[Outcome], *, is_last: bool = False
+    ) -> None:
         """Send outcomes of which one may get the call refused: if so, send each alone.
 
-        If the server is full, that ends with the first that is refused, which goes last next time.
+        If the server is full, that ends with the first that is refused, which goes last next time,
+        unless this is the last time.
         """
         unanswered = collections.deque(sending)
         try:
@@ -108,7 +111,7 @@ class Completer:
                 await self.send(connection, sending)
             except psycopg.Error:
                 is_full = False
-                while unanswered and not is_full:
+                while unanswered and (is_last or not is_full):
                     is_full = await self._send_one(connection, *unanswered[0])
                     unanswered.popleft()
                 self.put_back(unanswered)
@@ -123,7 +126,7 @@ class Completer:
             while left > 0:
                 sending = self.take()
                 left -= len(sending)
-                await self.send_apart(connection, sending)
+                await self.send_apart(connection, sending, is_last=True)
 
     async def _send_one(self, connection: Connection, claim: Claim, outcome: str) -> bool:
         """Send an outcome; if the database can't store it, the closest one that it can.

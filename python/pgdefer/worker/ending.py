@@ -10,7 +10,7 @@ import json
 import time
 from typing import Any
 
-from pgdefer._text import full_type_name, logger, type_name
+from pgdefer._text import full_type_name, logger, traceback_of, type_name
 from pgdefer.errors import TransactionLost
 from pgdefer.tasks.context import JobAborted, JobContext, JobTimeout, RetryLater
 from pgdefer.tasks.handling import FailurePolicy
@@ -119,7 +119,7 @@ def _raised(job: JobContext, policy: FailurePolicy | None, error: BaseException)
             return outcomes.released(job.id, job.claim)
         if job._abort_reason is not None:
             log.info("%r was told to abort: %s", job, job._abort_reason, extra=job._log_fields())
-            cause = JobAborted(job._abort_reason).with_traceback(error.__traceback__)
+            cause = JobAborted(job._abort_reason).with_traceback(traceback_of(error))
             return outcomes.aborted(job.id, job.claim, cause)
         if isinstance(error, JobAborted):
             log.info("%r gave up: %s", job, error, extra=job._log_fields())
@@ -131,7 +131,7 @@ def timed_out(job: JobContext, policy: FailurePolicy | None, error: BaseExceptio
     """Return the outcome of a handler that ended after its timeout, however it ended."""
     late = TimeoutError(f"not done within {job.timeout}")
     if isinstance(error, asyncio.CancelledError | JobAborted | JobTimeout):
-        late = late.with_traceback(error.__traceback__)
+        late = late.with_traceback(traceback_of(error))
     else:
         late.__cause__ = error
     return failed(job, policy, late, "timed_out")

@@ -18,6 +18,7 @@ import bisect
 import collections
 import contextlib
 import math
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
@@ -484,16 +485,22 @@ class Fetcher:
 
     async def close(self, grace: float) -> None:
         """Report what is left, and deregister."""
-        state = self._state
-        if state.id is None:
-            return
-        worker, state.id = state.id, None
+        if self._state.id is not None:
+            await self._deregister(self._state.id, grace)
+        if self._completer.unsent:
+            log.error("%d outcomes could not be reported", len(self._completer.unsent))
+
+    async def _deregister(self, worker: int, grace: float) -> None:
+        self._state.id = None
+        begun = time.monotonic()
         try:
             self._connection.timeout = self._listener.timeout = 2 * grace
             try:
                 await self._leave(worker)
-            except ConnectionLost:  # perhaps of a session that the server had ended long before
-                await self._leave(worker)
+            except ConnectionLost:
+                if time.monotonic() - begun >= grace:
+                    raise
+                await self._leave(worker)  # the server had perhaps ended the session long before
             self._registration.tell_done()
             # Otherwise other sleeping workers would not be woken for a while. A heartbeat may still
             # use that connection.
@@ -504,10 +511,8 @@ class Fetcher:
         except (ConnectionLost, psycopg.Error) as error:
             log.warning("the worker could not deregister: %s", error)
         except asyncio.CancelledError:
-            state.id = worker  # it is still to be done
+            self._state.id = worker  # it is still to be done
             raise
-        if self._completer.unsent:
-            log.error("%d outcomes could not be reported", len(self._completer.unsent))
 
     async def _leave(self, worker: int) -> None:
         await self._completer.send_all(self._connection)

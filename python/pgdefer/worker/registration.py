@@ -20,7 +20,7 @@ import psycopg
 from pgdefer._text import logger
 from pgdefer._version import __version__
 from pgdefer.database import sql
-from pgdefer.database.connection import Connection
+from pgdefer.database.connection import Connection, ConnectionLost
 from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.source import AsyncPsycopgConnection
 from pgdefer.errors import WorkerGone, describe, sqlstate_of, translate
@@ -136,9 +136,10 @@ class Registration:
         if not names:
             return
         try:
-            found = {name for (name,) in await self.ask(sql.KNOWN_QUEUES, names=names)}
-        except psycopg.errors.InsufficientPrivilege:
-            return  # this role may not read the view
+            rows = await self._connection.call(sql.KNOWN_QUEUES, names=names)
+        except (ConnectionLost, psycopg.Error):
+            return  # this role may not read the view, or it takes too long: it is only a warning
+        found = {name for (name,) in rows}
         for name in names:
             if name not in found:
                 log.warning(

@@ -249,6 +249,7 @@ select pg_temp.pass('62 minutes');
 select is(pg_temp.due(), 12000::bigint, 'many are due');
 select is((select h.status from queue.health() h where h.name = 'due'), 'warn', 'health says so after an hour');
 select count(*) from queue.defer_many((select jsonb_agg('{"task": "t", "queue": "busy"}'::jsonb) from generate_series(1, 4000))) \g /dev/null
+set pgdefer.pruned_at = '';  -- as if the last look were a minute ago
 select pg_temp.run_all(1000);
 select is(pg_temp.due() between 7000 and 9000, true, 'fetches remove a thousand for each five hundred claims: ' || pg_temp.due());
 select is((select h.status from queue.health() h where h.name = 'due'), 'ok', 'a few may be needed, and say nothing');

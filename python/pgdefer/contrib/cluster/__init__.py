@@ -169,7 +169,7 @@ class Cluster(Deferring, AsyncDeferring):
         found: dict[str, Mapping[str, Any]] = {}
         wrong: dict[str, str] = {}
         names = sorted(names)
-        with ThreadPoolExecutor(len(names)) as pool:
+        with ThreadPoolExecutor(max(1, len(names))) as pool:
             answers = list(pool.map(_map_of, [self.app_of(name) for name in names]))
         for name, told in zip(names, answers, strict=True):
             if isinstance(told, str):

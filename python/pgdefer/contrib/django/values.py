@@ -58,7 +58,7 @@ def _decode_row(value: dict[str, Any]) -> models.Model:
     else:
         return row
     finally:
-        if may_end and not connection.get_autocommit():
+        if may_end and connection.connection and not connection.get_autocommit():
             connection.rollback()  # of nothing but what has been read here
         if not was_open and not connection.in_atomic_block:
             connection.close_if_unusable_or_obsolete()
