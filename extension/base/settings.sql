@@ -28,7 +28,8 @@ begin
     unknown_task_grace = coalesce(queue._interval('unknown_task_grace',
       configure.options -> 'unknown_task_grace'), i.unknown_task_grace)
   where jsonb_strip_nulls(configure.options) <> '{}';
-  update queue.installation i set written = i.xmin where v_is_of_era;  -- it begins no era
+  update queue.installation i set written = i.xmin
+  where v_is_of_era and i.written <> i.xmin;  -- it begins no era
   select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace) into v_options
   from queue.installation i;
   perform queue._audit('configure', configure.options, p_before => v_before)

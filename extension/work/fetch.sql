@@ -63,7 +63,9 @@ begin
     from queue.claimed_job c where c.id = v_claimed.ids[1];
     if found and octet_length(concat(task, args, queue, lock, headers, steps))
       <= {{answer_bytes}} - {{row_bytes}} then
-      perform queue._prune_in_pace() where random() * 500 < 1;
+      if random() * 500 < 1 then
+        perform queue._prune_in_pace();
+      end if;
       return next;
       return;
     end if;

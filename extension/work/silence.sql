@@ -1,0 +1,39 @@
+-- Silence of all workers at once, which says nothing of them: it counts anew.
+-- Tests: work/reap.sql, work/reap.silence.spec.
+
+-- Whether no worker has been seen for the least dead_after, and 25 s. Then the server was silent, or what is
+-- before it (its machine was paused, or a pooler), or its clock was set forward. Live workers must get their
+-- dead_after once more: else they would be given up, and their jobs run twice. They can all have died, too.
+-- So it is true once, until one of them is seen. It is true, too, if the clock was set back past p_up_since.
+create or replace function queue._are_all_silent(p_now timestamptz, p_up_since timestamptz)
+returns boolean language plpgsql volatile parallel safe security invoker as $$
+begin
+  return p_up_since > p_now + interval '10 s' or coalesce((
+    select max(w.last_seen_at) + greatest(min(w.dead_after), interval '25 s') < p_now
+      and max(w.last_seen_at) > p_up_since
+    from queue.worker w where w.gone_at is null), false);
+end $$;
+
+-- Lets silence count from p_now on only, except that of workers that were silent while another one was seen:
+-- they are gone. False if another session does this just now, or holds the row for something else; then the
+-- caller's worker must not be seen (heartbeat), because others would not know yet that silence counts anew.
+-- Locks: the row of queue.installation, and rows of queue.worker, by skip locked. Two sessions:
+-- work/reap.silence.spec.
+create or replace function queue._restart_grace(p_now timestamptz)
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform from queue.installation i for no key update skip locked;
+  if not found then
+    return false;
+  end if;
+  update queue.worker w set gone_at = p_now
+  where w.id = any (array(select w.id from queue.worker w where w.gone_at is null
+    and w.last_seen_at + w.dead_after < (
+      select max(s.last_seen_at) from queue.worker s where s.gone_at is null)
+    and not (w.info ? 'session' and queue._is_in_handler(w.info)) for update skip locked));
+  update queue.installation i set up_since = p_now where i.era = queue._era() and i.written = i.xmin;
+  if found then
+    update queue.installation i set written = i.xmin;  -- as in _begin_era
+  end if;
+  return true;
+end $$;
