@@ -14996,8 +14996,8 @@ end $$;
 
 -- Removes what is due, after one in 500 claims: a worker that is never idle makes only heartbeats otherwise,
 -- and ends more jobs than these can remove. So for each job that starts, two may go. If there was little, the
--- session looks again after a minute, as a look may read all failed jobs. An error is a warning, as in
--- _maintain.
+-- session looks again after a minute, as a look may read all failed jobs. Many new jobs are left to fetches,
+-- which claim as they admit (work/claim_slice.sql). An error is a warning, as in _maintain.
 -- Locks: the admission lock by try; then as _prune.
 create or replace function queue._prune_in_pace()
 returns void language plpgsql volatile parallel unsafe security invoker set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = on set jit = off as $$
@@ -15007,11 +15007,12 @@ declare
   v_pruned integer;
 begin
   if abs(v_epoch - coalesce(nullif(current_setting('pgdefer.pruned_at', true), '')::double precision, 0)) < 60
-    or not queue._lock_admission(false) then
+    or exists (select from queue.unadmitted offset 100) or not queue._lock_admission(false) then
     return;
   end if;
   v_safe_at := queue._safe_at();
-  if not (select a.has_more from queue._admit(1000) a) then
+  perform from queue._admit(1000);
+  if not exists (select from queue.unadmitted) then  -- one of them might need an old job
     v_pruned := queue._prune(1000, v_safe_at);
     perform queue._prune_idempotency_keys(1000);
     perform queue._forget_semaphores();

@@ -253,6 +253,7 @@ def settings_json(options: Mapping[str, Any]) -> str:
     try:
         return json.dumps(given, default=text, allow_nan=False)
     except ValueError as error:
+        json.dumps(given, default=text)  # raises what the conversion of another value has raised
         raise ValueError(f"the numbers of the options must be finite: {given!r}") from error
 
 

@@ -275,7 +275,7 @@ def test_a_field_that_is_missing(
         return templated
 
     tasks = [plain.configure(**options)]
-    if field in ("account", "") and "concurrency" not in options:
+    if field in ("account", ""):
         with pytest.raises(ValueError, match="which is no argument"):
             define()
         # as another program may register it
