@@ -65,7 +65,7 @@ def second_step(tables: Path) -> str:
     """Return the step's text; the views with a new column are only in tables/."""
     text = SECOND_RELEASE.read_text("utf-8")
     build = load_build()
-    for name in ("job", "job_now", "jobs"):
+    for name in ("job", "job_now", "all_jobs", "jobs"):
         found = [
             re.search(
                 rf"create view queue\.{name} as\n.*?;\n",
@@ -106,6 +106,8 @@ class Releases:
                  "s.error, s.tag, j.note\nfrom queue.job j")  # fmt: skip
         replaced(source, r"\) as options\nfrom queue\.job_now j",
                  ") as options, j.note\nfrom queue.job_now j")  # fmt: skip
+        replaced(source, r"j\.options\nfrom queue\.all_jobs j",
+                 "j.options, j.note\nfrom queue.all_jobs j")  # fmt: skip
         replaced(source, r"\(l\.job_options\)\.size\n", "(l.job_options).size, l.note\n")
         step = second_step(tables)
         remarks = re.search(
