@@ -67,8 +67,9 @@ begin
 end $$;
 
 -- Since when workers can reach the server, so that their silence tells something: since its start; since the
--- era began if it was promoted, or recovered within one start, because nobody knows when it was done. The
--- first worker that comes begins the era. Before that no worker counts as dead.
+-- era began if it was promoted, or recovered within one start, because nobody knows when it was done; since
+-- all workers were found silent at once (work/silence.sql). The first worker that comes begins the era.
+-- Before that no worker counts as dead.
 create or replace function queue._up_since()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 begin

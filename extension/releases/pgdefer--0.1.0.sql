@@ -173,7 +173,8 @@ begin
 -- One row: the version that created the tables, the cluster of the stored transaction ids, the era in which
 -- claims and workers were last numbered (base/era.sql), and the settings of queue.configure: max_size, the
 -- limit in bytes of JSON as text; unknown_task_grace, how long a job waits for a worker that knows its task.
--- written: the row's own xmin, which a copy of it lacks. up_since: since when workers can reach the server.
+-- written: the row's own xmin, which a copy of it lacks. up_since: since when workers can reach the
+-- server, so that their silence counts (base/era.sql).
 create table queue.installation (
   is_only boolean not null default true,
   version text not null,
@@ -3581,8 +3582,9 @@ begin
 end $$;
 
 -- Since when workers can reach the server, so that their silence tells something: since its start; since the
--- era began if it was promoted, or recovered within one start, because nobody knows when it was done. The
--- first worker that comes begins the era. Before that no worker counts as dead.
+-- era began if it was promoted, or recovered within one start, because nobody knows when it was done; since
+-- all workers were found silent at once (work/silence.sql). The first worker that comes begins the era.
+-- Before that no worker counts as dead.
 create or replace function queue._up_since()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 begin
@@ -14386,8 +14388,8 @@ begin
 end $$;
 comment on function queue.reap() is
   'Ends dead claims: those of workers without a heartbeat for dead_after (counted from the'
-    ' server''s start or promotion at the earliest), and those whose lease or timeout has passed. Returns'
-    ' their number, and when the next may expire.';
+    ' server''s start or promotion at the earliest, and anew if all workers were silent at once), and those'
+    ' whose lease or timeout has passed. Returns their number, and when the next may expire.';
 
 -- reap for p_budget, but at least 20 claims, so that each call makes progress, and a few end at once however
 -- busy the machine is. Locks, in this order: as _mark_dead_workers, _reap_gone, _reap_forgotten,
@@ -14998,7 +15000,8 @@ end $$;
 -- and ends more jobs than these can remove. So for each job that starts, two may go. If there was little, the
 -- session looks again after a minute, as a look may read all failed jobs. Many new jobs are left to fetches,
 -- which claim as they admit (work/claim_slice.sql). An error is a warning, as in _maintain.
--- Locks: the admission lock by try; then as _prune.
+-- Locks: the admission lock by try; then as _prune. Why no wake-up is lost: it admits as a fetch does, so the
+-- next fetch finds what became ready, that of this worker at the latest.
 create or replace function queue._prune_in_pace()
 returns void language plpgsql volatile parallel unsafe security invoker set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = on set jit = off as $$
 declare
@@ -15464,8 +15467,8 @@ comment on function queue.register_worker(text, text[], jsonb) is
     ' fit), dead_after (interval, 30 s), listen (false: the worker only polls, as behind a transaction'
     ' pooler) and session (true: see queue.work) have a meaning.';
 
--- Locks: the worker's row; its rows of queue.abort; then as _maintain, which waits for nothing: the answer is
--- complete by then.
+-- Locks: as _restart_grace, if all workers were silent; the worker's row; its rows of queue.abort; then as
+-- _maintain, which waits for nothing: the answer is complete by then.
 -- Raises: 22023, QJ007.
 create or replace function queue.heartbeat(worker bigint, memory bigint default null)
 returns table (id bigint, claim bigint, reason text)
@@ -17450,7 +17453,7 @@ end $$;
 -- Fetching: claims ready jobs, and admits if there are too few.
 
 -- Locks: rows of queue.active_job by skip locked; the admission lock, waited for only while nothing is held.
--- If it finds nothing, as _maintain.
+-- If it finds nothing, as _maintain; after one in 500 claims, as _prune_in_pace.
 -- Raises: 22023, QJ007, QJ008.
 -- Why nothing is claimed twice: the claim is an update of a row that this transaction has locked, and found
 -- unclaimed in its newest version. Why no limit is exceeded: rows of limited lanes are claimed only under the

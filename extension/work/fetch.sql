@@ -1,7 +1,7 @@
 -- Fetching: claims ready jobs, and admits if there are too few.
 
 -- Locks: rows of queue.active_job by skip locked; the admission lock, waited for only while nothing is held.
--- If it finds nothing, as _maintain.
+-- If it finds nothing, as _maintain; after one in 500 claims, as _prune_in_pace.
 -- Raises: 22023, QJ007, QJ008.
 -- Why nothing is claimed twice: the claim is an update of a row that this transaction has locked, and found
 -- unclaimed in its newest version. Why no limit is exceeded: rows of limited lanes are claimed only under the

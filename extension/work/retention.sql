@@ -123,7 +123,8 @@ end $$;
 -- and ends more jobs than these can remove. So for each job that starts, two may go. If there was little, the
 -- session looks again after a minute, as a look may read all failed jobs. Many new jobs are left to fetches,
 -- which claim as they admit (work/claim_slice.sql). An error is a warning, as in _maintain.
--- Locks: the admission lock by try; then as _prune.
+-- Locks: the admission lock by try; then as _prune. Why no wake-up is lost: it admits as a fetch does, so the
+-- next fetch finds what became ready, that of this worker at the latest.
 create or replace function queue._prune_in_pace()
 returns void language plpgsql volatile parallel unsafe security invoker {{planner_brin}} as $$
 declare

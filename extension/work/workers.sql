@@ -20,8 +20,8 @@ comment on function queue.register_worker(text, text[], jsonb) is
     ' fit), dead_after (interval, 30 s), listen (false: the worker only polls, as behind a transaction'
     ' pooler) and session (true: see queue.work) have a meaning.';
 
--- Locks: the worker's row; its rows of queue.abort; then as _maintain, which waits for nothing: the answer is
--- complete by then.
+-- Locks: as _restart_grace, if all workers were silent; the worker's row; its rows of queue.abort; then as
+-- _maintain, which waits for nothing: the answer is complete by then.
 -- Raises: 22023, QJ007.
 create or replace function queue.heartbeat(worker bigint, memory bigint default null)
 returns table (id bigint, claim bigint, reason text)

@@ -1,7 +1,8 @@
 -- One row: the version that created the tables, the cluster of the stored transaction ids, the era in which
 -- claims and workers were last numbered (base/era.sql), and the settings of queue.configure: max_size, the
 -- limit in bytes of JSON as text; unknown_task_grace, how long a job waits for a worker that knows its task.
--- written: the row's own xmin, which a copy of it lacks. up_since: since when workers can reach the server.
+-- written: the row's own xmin, which a copy of it lacks. up_since: since when workers can reach the
+-- server, so that their silence counts (base/era.sql).
 create table queue.installation (
   is_only boolean not null default true,
   version text not null,

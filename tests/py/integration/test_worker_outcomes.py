@@ -21,6 +21,20 @@ pytestmark = pytest.mark.client
 Connection = psycopg.Connection[Any]
 
 
+def refuse_outcomes(conn: Connection, errcode: str, which: str = "true") -> None:
+    """Let the server refuse outcomes with an error, until the trigger `refuse` is dropped."""
+    conn.execute(
+        f"""
+        create function public.refuse() returns trigger language plpgsql as $$
+        begin
+          raise exception 'refused' using errcode = '{errcode}';
+        end $$;
+        create trigger refuse before insert on queue.finished
+        for each row when ({which}) execute function public.refuse()
+        """
+    )
+
+
 async def test_an_outcome_that_cannot_be_stored_spoils_no_other(
     app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,18 +140,7 @@ async def test_many_outcomes_for_which_there_is_no_room(
     async def task() -> None: ...
 
     first, *_ = task.defer_many([{}] * 20)
-    conn.execute(
-        """
-        create function public.refuse() returns trigger language plpgsql as $$
-        begin
-          raise exception 'no space left on device' using errcode = '53100';
-        end $$
-        """
-    )
-    conn.execute(
-        "create trigger refuse before insert on queue.finished for each row "
-        f"when ({are_all} or new.id = {first.id}) execute function public.refuse()"
-    )
+    refuse_outcomes(conn, "53100", f"{are_all} or new.id = {first.id}")
     async with running(app, concurrency=20):
         await until(lambda: caplog.text.count("trying again") >= 5)
         lines = len(caplog.records)
@@ -154,18 +157,7 @@ async def test_an_outcome_that_is_refused_for_ever(
 ) -> None:
     """Its claim ends nevertheless, by a lease."""
     monkeypatch.setattr("pgdefer.worker.completer.TRIES", 3)
-    conn.execute(
-        """
-        create function public.refuse() returns trigger language plpgsql as $$
-        begin
-          raise exception 'no' using errcode = 'XX000';
-        end $$
-        """
-    )
-    conn.execute(
-        "create trigger refuse before insert on queue.finished "
-        "for each row execute function public.refuse()"
-    )
+    refuse_outcomes(conn, "XX000")
     runs = []
 
     @app.task(name="t", retry=Retry(2))
