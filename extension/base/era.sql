@@ -53,7 +53,9 @@ begin
   perform setval('queue.claim_seq', queue._era_start((select s.last_value from queue.claim_seq s))),
     setval('queue.worker_id_seq', queue._era_start((select s.last_value from queue.worker_id_seq s)));
   update queue.installation i set era = p_era, up_since = case
-    when pg_last_wal_replay_lsn() is null then pg_postmaster_start_time() else clock_timestamp() end;
+    when pg_last_wal_replay_lsn() is not null  -- or in the same start and database as the last era
+      or regexp_replace(i.era, ' .* ', ' ') = regexp_replace(p_era, ' .* ', ' ') then clock_timestamp()
+    else pg_postmaster_start_time() end;
   -- xmin is now that of this transaction, or of one of its savepoints
   update queue.installation i set written = i.xmin;
 end $$;
@@ -67,9 +69,9 @@ begin
 end $$;
 
 -- Since when workers can reach the server, so that their silence tells something: since its start; since the
--- era began if it was promoted, or recovered within one start, because nobody knows when it was done; since
--- all workers were found silent at once (work/silence.sql). The first worker that comes begins the era.
--- Before that no worker counts as dead.
+-- era began if it was promoted, or the last era was of the same start, as before a recovery, because nobody
+-- knows when that was done; since all workers were found silent at once (work/silence.sql). The first worker
+-- that comes begins the era. Before that no worker counts as dead.
 create or replace function queue._up_since()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 begin

@@ -3568,7 +3568,9 @@ begin
   perform setval('queue.claim_seq', queue._era_start((select s.last_value from queue.claim_seq s))),
     setval('queue.worker_id_seq', queue._era_start((select s.last_value from queue.worker_id_seq s)));
   update queue.installation i set era = p_era, up_since = case
-    when pg_last_wal_replay_lsn() is null then pg_postmaster_start_time() else clock_timestamp() end;
+    when pg_last_wal_replay_lsn() is not null  -- or in the same start and database as the last era
+      or regexp_replace(i.era, ' .* ', ' ') = regexp_replace(p_era, ' .* ', ' ') then clock_timestamp()
+    else pg_postmaster_start_time() end;
   -- xmin is now that of this transaction, or of one of its savepoints
   update queue.installation i set written = i.xmin;
 end $$;
@@ -3582,9 +3584,9 @@ begin
 end $$;
 
 -- Since when workers can reach the server, so that their silence tells something: since its start; since the
--- era began if it was promoted, or recovered within one start, because nobody knows when it was done; since
--- all workers were found silent at once (work/silence.sql). The first worker that comes begins the era.
--- Before that no worker counts as dead.
+-- era began if it was promoted, or the last era was of the same start, as before a recovery, because nobody
+-- knows when that was done; since all workers were found silent at once (work/silence.sql). The first worker
+-- that comes begins the era. Before that no worker counts as dead.
 create or replace function queue._up_since()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 begin
@@ -14315,6 +14317,8 @@ begin
   perform from queue.installation i for no key update skip locked;
   if not found then
     return false;
+  elsif not queue._are_all_silent(clock_timestamp(), queue._up_since()) then
+    return true;  -- another session has done it since the caller looked
   end if;
   update queue.worker w set gone_at = p_now
   where w.id = any (array(select w.id from queue.worker w where w.gone_at is null
@@ -14410,7 +14414,7 @@ begin
   end if;
   perform queue._forget_workers(v_now);
   reaped := queue._reap_leases(v_now, v_now + p_budget, reaped);
-  next_expiry := least((select min(greatest(w.last_seen_at, v_up_since) + w.dead_after)
+  next_expiry := least((select min(greatest(w.last_seen_at, queue._up_since()) + w.dead_after)
     from queue.worker w where w.gone_at is null), queue._next_lease_end());
   return next;
 end $$;
@@ -15010,7 +15014,10 @@ declare
   v_pruned integer;
 begin
   if abs(v_epoch - coalesce(nullif(current_setting('pgdefer.pruned_at', true), '')::double precision, 0)) < 60
-    or exists (select from queue.unadmitted offset 100) or not queue._lock_admission(false) then
+    or exists (select from queue.unadmitted offset 100)
+    -- what this transaction has handed over may need an old job
+    or exists (select from queue.pending_settlement h where h.xid = pg_current_xact_id_if_assigned())
+    or not queue._lock_admission(false) then
     return;
   end if;
   v_safe_at := queue._safe_at();
@@ -15488,10 +15495,10 @@ begin
     perform queue._invalid('memory must not be negative',
       'Pass how many bytes the worker''s processes have in memory, or NULL if that is unknown.');
   end if;
-  if current_setting('transaction_isolation') = 'read committed'
-    and exists (select from queue.worker w where w.id = heartbeat.worker and w.gone_at is null)
+  if exists (select from queue.worker w where w.id = heartbeat.worker and w.gone_at is null)
     and queue._are_all_silent(clock_timestamp(), queue._up_since()) then
-    v_is_seen := queue._restart_grace(clock_timestamp());
+    v_is_seen := current_setting('transaction_isolation') = 'read committed'
+      and queue._restart_grace(clock_timestamp());
     v_may_maintain := false;
   end if;
   update queue.worker w set memory = heartbeat.memory,
@@ -15586,7 +15593,7 @@ comment on function queue.deregister_worker(bigint) is
   'Removes the worker; its running jobs go back to ready. Returns their number. It is not an error if the'
     ' worker is already gone.';
 
--- register_worker without the check of rights. Locks and errors: as there.
+-- register_worker without the check of rights. Errors: as there. Locks: as there; as _restart_grace.
 create or replace function queue._register_worker(p_name text, p_queues text[], p_info jsonb)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -15616,6 +15623,10 @@ begin
   end if;
   perform queue._check_versions(p_info ->> 'client');
   perform queue._check_era();
+  -- queue.work comes each few seconds: before the others, perhaps, where all were silent
+  if p_info ? 'session' and queue._are_all_silent(clock_timestamp(), queue._up_since()) then
+    perform queue._restart_grace(clock_timestamp());
+  end if;
   insert into queue.worker (name, queues, info, registered_at, last_seen_at, dead_after)
   values (p_name, p_queues, p_info, clock_timestamp(), clock_timestamp(), v_dead_after)
   returning id into v_id;

@@ -79,7 +79,7 @@ begin
   end if;
   perform queue._forget_workers(v_now);
   reaped := queue._reap_leases(v_now, v_now + p_budget, reaped);
-  next_expiry := least((select min(greatest(w.last_seen_at, v_up_since) + w.dead_after)
+  next_expiry := least((select min(greatest(w.last_seen_at, queue._up_since()) + w.dead_after)
     from queue.worker w where w.gone_at is null), queue._next_lease_end());
   return next;
 end $$;

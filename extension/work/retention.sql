@@ -133,7 +133,10 @@ declare
   v_pruned integer;
 begin
   if abs(v_epoch - coalesce(nullif(current_setting('pgdefer.pruned_at', true), '')::double precision, 0)) < 60
-    or exists (select from queue.unadmitted offset 100) or not queue._lock_admission(false) then
+    or exists (select from queue.unadmitted offset 100)
+    -- what this transaction has handed over may need an old job
+    or exists (select from queue.pending_settlement h where h.xid = pg_current_xact_id_if_assigned())
+    or not queue._lock_admission(false) then
     return;
   end if;
   v_safe_at := queue._safe_at();

@@ -25,6 +25,8 @@ begin
   perform from queue.installation i for no key update skip locked;
   if not found then
     return false;
+  elsif not queue._are_all_silent(clock_timestamp(), queue._up_since()) then
+    return true;  -- another session has done it since the caller looked
   end if;
   update queue.worker w set gone_at = p_now
   where w.id = any (array(select w.id from queue.worker w where w.gone_at is null

@@ -41,10 +41,10 @@ begin
     perform queue._invalid('memory must not be negative',
       'Pass how many bytes the worker''s processes have in memory, or NULL if that is unknown.');
   end if;
-  if current_setting('transaction_isolation') = 'read committed'
-    and exists (select from queue.worker w where w.id = heartbeat.worker and w.gone_at is null)
+  if exists (select from queue.worker w where w.id = heartbeat.worker and w.gone_at is null)
     and queue._are_all_silent(clock_timestamp(), queue._up_since()) then
-    v_is_seen := queue._restart_grace(clock_timestamp());
+    v_is_seen := current_setting('transaction_isolation') = 'read committed'
+      and queue._restart_grace(clock_timestamp());
     v_may_maintain := false;
   end if;
   update queue.worker w set memory = heartbeat.memory,
@@ -139,7 +139,7 @@ comment on function queue.deregister_worker(bigint) is
   'Removes the worker; its running jobs go back to ready. Returns their number. It is not an error if the'
     ' worker is already gone.';
 
--- register_worker without the check of rights. Locks and errors: as there.
+-- register_worker without the check of rights. Errors: as there. Locks: as there; as _restart_grace.
 create or replace function queue._register_worker(p_name text, p_queues text[], p_info jsonb)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -169,6 +169,10 @@ begin
   end if;
   perform queue._check_versions(p_info ->> 'client');
   perform queue._check_era();
+  -- queue.work comes each few seconds: before the others, perhaps, where all were silent
+  if p_info ? 'session' and queue._are_all_silent(clock_timestamp(), queue._up_since()) then
+    perform queue._restart_grace(clock_timestamp());
+  end if;
   insert into queue.worker (name, queues, info, registered_at, last_seen_at, dead_after)
   values (p_name, p_queues, p_info, clock_timestamp(), clock_timestamp(), v_dead_after)
   returning id into v_id;

@@ -1,5 +1,5 @@
 -- Reaping: what it ends, and what it leaves: dead workers, leases, timeouts, crash loops, damaged rows.
-select plan(154);
+select plan(158);
 
 \ir workers.helpers.psql
 
@@ -405,6 +405,24 @@ select ok((select w.last_seen_at <= clock_timestamp() from queue.worker w where 
 call pg_temp.up_for('-1 hour');
 select is((select r.reaped from queue.reap() r), 0, 'so does');
 select ok(queue._up_since() <= clock_timestamp(), 'the start of the server');
+
+-- An era that begins within one start of the server, as by a migration, takes nobody's time away
+call pg_temp.up_for('1 hour');
+update queue.installation set version = version;
+select queue.register_worker('next') as next \gset
+select ok(now() - queue._up_since() < interval '30 s', 'its silence counts from then on');
+select ok(queue._is_era(queue._era()), 'in the new era');
+
+-- A heartbeat that can't restart it, because of its isolation, is not seen
+select queue.deregister_worker(w.id) from queue.workers w \g /dev/null
+select queue.register_worker('one') as one, queue.register_worker('other') as other \gset
+call pg_temp.up_for('1 hour');
+select pg_temp.silent_for('45 s');
+begin isolation level repeatable read;
+select count(*) from queue.heartbeat(:one) \g /dev/null
+commit;
+select ok((select r.next_expiry > now() from queue.reap() r), 'the reaper after it restarts it');
+select is(pg_temp.alive(), 2::bigint, 'and gives nobody up');
 select is_empty('select * from queue.check()', 'everything is in order');
 
 select * from finish();
