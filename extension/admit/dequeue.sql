@@ -33,13 +33,15 @@ begin
     return;
   end if;
   delete from queue.waiting w where w.id = p_id
-  returning w.reason, w.key, w.lane, w.at, w.weight into v_waiting;
+  returning w.reason, w.key, w.lane, w.at, w.weight, w.reserved into v_waiting;
   if found then
     if v_waiting.reason = 'slot' then
       perform queue._count_unwaiting(v_waiting.key, v_waiting.lane);
       -- if it was the first, the next one may fit where its weight did not, or wait for the key's rate
       keys := case when v_waiting.lane is not null and num_nonnulls(v_waiting.at, v_waiting.weight) > 0
-        then array[v_waiting.key] end;
+        then array[v_waiting.key] end || v_waiting.reserved;
+      perform queue._free_reserved(array_fill(p_id, array[coalesce(cardinality(v_waiting.reserved), 0)]),
+        v_waiting.reserved);
       perform queue._never_discard(array[p_id]);
     end if;
     place := v_waiting.reason;

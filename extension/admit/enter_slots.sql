@@ -2,13 +2,14 @@
 -- Tests: admit/slots.sql, admit/enter_slots.sql, admit/shares.slots.sql.
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
--- p_from, p_places: they were the first that waited for these keys, in that order (_refill). grown: keys
--- whose limit has grown, or for which a job waits that would fit; passed: keys for which a job waits that may
--- come before a ready one; discarded: jobs in no gate that would have to wait, and must be discarded instead
--- (on_limit).
+-- p_from, p_places, p_moves: they were the first that waited for these keys, in that order (_refill), and
+-- have changed lines so often. grown: keys whose limit has grown, or for which a job waits that would fit;
+-- passed: keys for which a job waits that may come before a ready one; discarded: jobs in no gate that would
+-- have to wait, and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_from text[] default null,
-  p_places timestamptz[] default null, out discarded bigint[], out grown text[], out passed text[])
+  p_places timestamptz[] default null, p_moves smallint[] default null, out discarded bigint[],
+  out grown text[], out passed text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_entries record;
@@ -42,7 +43,7 @@ begin
     -- in the order in which they waited for their keys, or of their deadlines
     select array_agg(x.id) as ids, array_agg(x.lane) as lanes, array_agg(x.deadline) as deadlines,
       array_agg(x.flags) as flags, array_agg(x.attempt) as attempts, array_agg(p_from[x.n]) as keys,
-      array_agg(x.place) as places
+      array_agg(x.place) as places, array_agg(p_moves[x.n]) as moves
     into v_froms
     from (
       select e.*, x.n, coalesce(p_places[x.n], e.deadline) as place
@@ -52,7 +53,7 @@ begin
       order by coalesce(p_places[x.n], e.deadline), e.id) x;
     v_taken := queue._take_slots(v_froms.ids, v_froms.lanes, v_froms.deadlines, v_froms.flags,
       v_froms.attempts, p_from is not null, case when p_from is not null then v_froms.keys end,
-      v_froms.places, v_entries.has_tags and p_from is null);
+      v_froms.places, v_froms.moves, v_entries.has_tags and p_from is null);
   else
     v_taken := queue._take_slots(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
       v_entries.attempts, false, p_by_turns => v_entries.has_tags);
@@ -68,16 +69,21 @@ end $$;
 -- where shares take turns, by id. So a heavy job that has become the first is passed only by jobs that come
 -- before it, and not for ever by jobs that wait for another key.
 --
--- Why this ends: suppose that no slot becomes free, and that some jobs change lines for ever. Of these, m is
--- the first by that order. Room only shrinks, so a job that goes to a line because it does not fit stays in
--- it. So m goes to a line because the first job there, h, comes before it, and h changes lines no more. There
--- m stands behind h: by the same order, or by tag, because a job from another line gets a new tag (p_moved of
--- _tags), and no new tag comes before the first one. _refill takes jobs out in the line's order, so it takes
--- out m only with h. As h stays, it went back because it did not fit, or behind one that did not (v_back).
--- That one is not taken out again, nor are h and m behind it.
+-- Why this ends: suppose that no claim ends, and that some jobs change lines for ever. Reserved slots of a
+-- key become free only if a job leaves the line of a later key (admit/reserve.sql). So room for the last key
+-- only shrinks, and jobs leave its line only so often. So room for the key before it grows only so often, and
+-- so on.
+-- Look at the time after that, and of these jobs at the first one by that order, m. Room only shrinks, so a
+-- job that goes to a line because it does not fit stays in it. So m goes to a line because the first job
+-- there, h, comes before it, and h changes lines no more. There m stands behind h: by the same order, or by
+-- tag, because a job from another line gets a new tag (p_moved of _tags), and no new tag comes before the
+-- first one. _refill takes jobs out in the line's order, so it takes out m only with h. As h stays, it went
+-- back because it did not fit, or behind one that did not (v_back). That one is not taken out again, nor are
+-- h and m behind it.
 -- (While _retag gives new tags, m may stand before h. _refill hands over what takes long, and _retag ends.)
--- Why no job waits in vain: jobs that wait hold no slot. One that queues up although it would fit names the
--- key in grown, and _refill looks at the line. So in the end the first job of each line does not fit.
+-- Why no job waits in vain: jobs that wait hold no slot that they have not reserved. One that queues up
+-- although it would fit names the key in grown, and _refill looks at the line. So in the end the first job of
+-- each line does not fit.
 -- p_by_turns: shares take turns at slots for which no job waits yet, and the jobs that get them count as
 -- turns in the line that begins.
 -- Locks: the caller holds the admission lock.
@@ -86,7 +92,8 @@ end $$;
 create or replace function queue._take_slots(
   p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[],
   p_is_refill boolean, p_from text[] default null, p_places timestamptz[] default null,
-  p_by_turns boolean default false, out discarded bigint[], out grown text[], out passed text[])
+  p_moves smallint[] default null, p_by_turns boolean default false,
+  out discarded bigint[], out grown text[], out passed text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   -- ns, pairs: which job has which (key, lane); keys, lanes: the distinct ones
@@ -106,8 +113,13 @@ declare
   v_wait_weights integer[] := '{}'::integer[];
   v_weight integer;
   v_fits boolean;
+  v_is_behind boolean;                        -- the first job of the line comes before it
   v_wait_keys text[] := '{}'::text[];
-  v_wait_several boolean[] := '{}'::boolean[];
+  v_moves smallint;
+  v_wait_moves smallint[] := '{}'::smallint[];
+  v_reserved integer[];                       -- the counts to add to it
+  v_reserved_ids bigint[];                    -- the jobs that reserve slots of v_reserved_keys
+  v_reserved_keys text[];
   v_places timestamptz[];
   v_head_places timestamptz[];                -- the first waiting job of each (key, lane)
   v_head_ids bigint[];
@@ -117,10 +129,10 @@ declare
   v_had integer[];                            -- jobs that have had their turns, at v_had_keys
   v_had_keys text[];
 begin
-  select array_agg(x.n order by x.n) as ns, array_agg(x.pair order by x.n) as pairs,
+  select array_agg(x.n order by x.n, x.pair) as ns, array_agg(x.pair order by x.n, x.pair) as pairs,
     array_agg(x.key) as set_keys, array_agg(x.slots) as set_slots, array_agg(x.id) as set_ids,
     array_agg(x.rate_limit) as set_rate_limits, array_agg(x.rate_per) as set_rate_pers,
-    array_agg(x.weight order by x.n) as weights,
+    array_agg(x.weight order by x.n, x.pair) as weights,
     array_agg(x.key order by x.pair) filter (where x.is_first) as keys,
     array_agg(x.lane order by x.pair) filter (where x.is_first) as lanes,
     array_agg(x.newest order by x.pair) filter (where x.is_first) as newest,
@@ -174,6 +186,7 @@ begin
   end if;
   v_ready := array_fill(0, array[cardinality(v_keys.keys)]);
   v_waiting := v_ready;
+  v_reserved := v_ready;
   v_lows := array_fill(null::bigint, array[cardinality(v_keys.keys)]);
   v_low_deadlines := array_fill(null::timestamptz, array[cardinality(v_keys.keys)]);
   for i in 1 .. cardinality(p_ids) loop
@@ -191,11 +204,12 @@ begin
         v_fits := v_counts.ready[v_pair] + v_ready[v_pair]
           <= least(v_counts.free[v_pair] - least(v_weight, v_counts.slots[v_pair]),
             v_counts.rate_room[v_pair] - least(v_weight, v_counts.rates[v_pair]));
+        v_is_behind := v_head_ids[v_pair] is not null
+          and (greatest(v_head_places[v_pair], '{{end_of_tags}}'), v_head_ids[v_pair])
+            < (greatest(p_places[v_n], '{{end_of_tags}}'), p_ids[v_n]);
         if not v_fits or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
-          or p_from is not null and (v_keys.keys[v_pair] = p_from[v_n] and v_pair = any (v_back)
-            or v_keys.keys[v_pair] <> p_from[v_n] and v_head_ids[v_pair] is not null
-              and (greatest(v_head_places[v_pair], '{{end_of_tags}}'), v_head_ids[v_pair])
-                < (greatest(p_places[v_n], '{{end_of_tags}}'), p_ids[v_n])) then
+          or v_keys.keys[v_pair] = p_from[v_n] and v_pair = any (v_back)
+          or v_keys.keys[v_pair] <> p_from[v_n] and v_is_behind then
           v_shut := v_pair;
         end if;
       end if;
@@ -223,7 +237,24 @@ begin
       v_wait_pairs := v_wait_pairs || v_shut;
       v_wait_weights := v_wait_weights || nullif(v_weight, 1);
       v_wait_keys := v_wait_keys || v_keys.keys[v_shut];
-      v_wait_several := v_wait_several || (v_row - v_first > 1);
+      v_moves := case when v_row - v_first > 1 then least({{patience}},
+        coalesce(p_moves[v_n] + (v_keys.keys[v_shut] <> p_from[v_n])::integer, 0)) end;
+      v_wait_moves := v_wait_moves || v_moves;
+      if v_moves = {{patience}} and v_waiting[v_shut] = 1 and not v_is_behind
+        and queue._may_reserve(p_lanes[v_n], array(select v_keys.keys[k]
+          from unnest(v_keys.pairs[v_first : v_row - 1]) k)) then
+        while v_keys.pairs[v_first] < v_shut loop
+          v_pair := v_keys.pairs[v_first];
+          v_reserved[v_pair] := v_reserved[v_pair] + v_keys.weights[v_first];
+          v_reserved_ids := v_reserved_ids || p_ids[v_n];
+          v_reserved_keys := v_reserved_keys || v_keys.keys[v_pair];
+          -- in all lanes
+          v_counts.free := array(select u.free
+              - case when u.key = v_keys.keys[v_pair] then v_keys.weights[v_first] else 0 end
+            from unnest(v_counts.free, v_keys.keys) with ordinality u (free, key, n) order by u.n);
+          v_first := v_first + 1;
+        end loop;
+      end if;
       if v_keys.keys[v_shut] = p_from[v_n] then
         v_back := v_back || v_shut;
       end if;
@@ -244,11 +275,14 @@ begin
       array(select p_lanes[n] from unnest(v_wait || v_had) n),
       array(select p_deadlines[n] from unnest(v_wait || v_had) n), v_wait_keys || v_had_keys,
       array(select p_from[u.n] <> u.key from unnest(v_wait, v_wait_keys) u (n, key))))[:cardinality(v_wait)];
-    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several, weight, task)
-    select p_ids[u.n], 'slot', u.key, p_lanes[u.n], u.place, p_flags[u.n], p_attempts[u.n], u.several,
-      u.weight, (select j.task from queue.job j where j.id = p_ids[u.n])
-    from unnest(v_wait, v_wait_keys, v_places, v_wait_several, v_wait_weights)
-      u (n, key, place, several, weight);
+    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, moves, weight, task,
+      reserved)
+    select p_ids[u.n], 'slot', u.key, p_lanes[u.n], u.place, p_flags[u.n], p_attempts[u.n], u.moves,
+      u.weight, (select j.task from queue.job j where j.id = p_ids[u.n]),
+      (select array_agg(r.key) from unnest(v_reserved_ids, v_reserved_keys) r (id, key)
+        where r.id = p_ids[u.n])
+    from unnest(v_wait, v_wait_keys, v_places, v_wait_moves, v_wait_weights)
+      u (n, key, place, moves, weight);
     for i in 1 .. cardinality(v_wait) loop
       v_pair := v_wait_pairs[i];
       v_lows[v_pair] := least(v_lows[v_pair], p_ids[v_wait[i]]);
@@ -257,7 +291,7 @@ begin
     perform queue._keep_turns(array_agg(p_ids[n])) from unnest(v_wait) n where p_flags[n] & {{ordered}} <> 0
       having count(*) > 0;
   end if;
-  perform queue._add_slots(v_keys.keys, v_keys.lanes, null, v_ready, v_waiting, v_lows,
+  perform queue._add_slots(v_keys.keys, v_keys.lanes, v_reserved, v_ready, v_waiting, v_lows,
     v_low_deadlines, v_keys.newest);
   if v_counts.have_rates and v_wait <> '{}' then
     perform queue._await_rates(v_wait_keys);
@@ -265,60 +299,4 @@ begin
   if discarded is not null then
     perform queue._keep_turns(discarded);
   end if;
-end $$;
-
--- The ordered job that had the turn when its lock became mixed may be ready, running or waiting for another
--- slot without having used the semaphore. Before a mutex job can become ready, that job must go through the
--- semaphore, or be counted.
--- asked: ordered jobs that were taken out for that; keys: semaphores in which that left room; postponed:
--- mutex jobs that must come back later, because another transaction holds the row of the ordered one.
--- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
-create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[],
-  out keys text[], out postponed bigint[])
-language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_turn record;
-  v_job record;
-begin
-  for v_turn in
-    select k.key, m.id, array_agg(k.id) as mutex_ids
-    from queue._keys_of(p_ids, p_flags) k
-    cross join lateral (
-      select m.id
-      from queue.lock_member m
-      where m.lock = substr(k.key, 2) and m.has_turn offset 0) m
-    where p_flags[k.n] & {{lock}} = {{mutex}} and left(k.key, 1) = 'm'
-      and ((select aj.flags & {{mutex}} from queue.active_job aj where aj.id = m.id) = 0
-        or (select w.flags & {{mutex}} from queue.waiting w where w.id = m.id) = 0)
-    group by k.key, m.id
-  loop
-    delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane, w.at, w.weight into v_job;
-    if found then
-      perform queue._count_unwaiting(v_job.key, v_job.lane);
-      keys := keys || case when num_nonnulls(v_job.at, v_job.weight) > 0 then array[v_job.key] end;
-      asked := asked || v_turn.id;
-      continue;
-    end if;
-    select aj.claim, aj.lane, aj.flags, aj.deadline into v_job from queue.active_job aj
-    where aj.id = v_turn.id for update skip locked;
-    if not found then
-      if exists (select from queue.active_job aj where aj.id = v_turn.id) then
-        postponed := postponed || v_turn.mutex_ids;
-      end if;
-    elsif v_job.claim is not null then
-      perform queue._set_slots(array[v_turn.key], array[1], array[v_turn.id]);
-      perform queue._add_slots(array[v_turn.key], null, array[1], null, null, null);
-      update queue.active_job aj set flags = aj.flags | {{mutex}} where aj.id = v_turn.id;
-    else
-      delete from queue.active_job aj where aj.id = v_turn.id;
-      perform queue._keep_tag(v_turn.id, v_job.deadline);
-      if v_job.flags & {{keys}} <> 0 then
-        keys := keys || queue._count_unready(array[v_turn.id], array[v_job.lane], array[v_job.flags]);
-      end if;
-      asked := asked || v_turn.id;
-    end if;
-  end loop;
-  insert into queue.waiting (id, reason, at, key)
-  select k.id, 'slot', clock_timestamp() + interval '20 ms', k.key
-  from queue._keys_of(p_ids, p_flags) k where k.id = any (postponed) and left(k.key, 1) = 'm';
 end $$;

@@ -65,7 +65,7 @@ begin
     into v_next
     from (
       select w.ctid as tid, w.id, w.deadline as old_deadline, coalesce(s.deadline, w.deadline) as deadline,
-        w.attempt, num_nonnulls(w.weight, w.at) > 0 or w.has_several or w.deadline < '{{end_of_tags}}'
+        w.attempt, num_nonnulls(w.weight, w.at, w.moves) > 0 or w.deadline < '{{end_of_tags}}'
           as is_special,
         -- may have changed since
         (w.flags | case when s.id is not null then {{overridden}} else 0 end

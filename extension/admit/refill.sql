@@ -49,14 +49,16 @@ begin
               order by w.deadline, w.id limit r.look) w
             window o as (order by w.deadline, w.id rows unbounded preceding)) w
           where not w.is_stopped and (v_extra > 0 or not w.is_beyond)) w))
-      returning w.id, w.key, w.lane, w.deadline, w.flags, w.attempt, w.has_several, w.weight)
+      returning w.id, w.key, w.lane, w.deadline, w.flags, w.attempt, w.moves, w.weight, w.reserved)
     select array_agg(l.key) as keys, array_agg(l.lane) as lanes, array_agg(l.id) as ids,
       array_agg(case when l.is_last then l.id + 1 end) as lows,
       array_agg(case when l.is_last then l.deadline end) as low_deadlines,
       array_agg(case when l.deadline < '{{end_of_tags}}' then l.deadline
         else coalesce(n.deadline, l.deadline) end) as deadlines, array_agg(n.flags) as flags,
       array_agg(l.attempt) as attempts, array_agg(coalesce(l.weight, 1)) as weights,
-      bool_or(l.has_several) as has_several
+      array_agg(l.moves) as moves, bool_or(l.moves is not null) as have_several,
+      (select array_agg(l.id) from let l cross join unnest(l.reserved) k) as reserved_ids,
+      (select array_agg(k) from let l cross join unnest(l.reserved) k) as reserved_keys
     into v_moved
     from (select l.*, row_number() over (partition by l.key, l.lane order by l.deadline desc, l.id desc) = 1
         as is_last from let l) l
@@ -68,11 +70,12 @@ begin
           | case when (select d.job_id from queue.need d where d.need_id = l.id limit 1) is not null
             then {{needed}} else 0 end)::smallint as flags) n;
     exit when v_moved.keys is null;
-    if v_extra > 0 or v_moved.has_several then
+    if v_extra > 0 or v_moved.have_several then
+      perform queue._free_reserved(v_moved.reserved_ids, v_moved.reserved_keys);
       perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
         array_fill(-1, array[cardinality(v_moved.ids)]), v_moved.lows, v_moved.low_deadlines);
-      v_grown := v_grown || (select e.grown from queue._enter_slots(v_moved.ids, v_moved.keys,
-        v_moved.deadlines) e);
+      v_grown := v_grown || v_moved.reserved_keys || (select e.grown from queue._enter_slots(v_moved.ids,
+        v_moved.keys, v_moved.deadlines, v_moved.moves) e);
       v_extra := greatest(2 * v_extra, 10);
       if v_extra > 300 then
         insert into queue.pending_settlement (job_id, kind, flags, payload) select v_moved.ids[1], 'refill',

@@ -57,8 +57,9 @@ begin
       and least(s.free - least(k.weight, s.slots), s.rate_room - least(k.weight, s.rate_limit)) < 0);
 end $$;
 
--- What a waiting job's key lacks: its rate, the slots that running jobs use, or those of a job before it. Of
--- the ready jobs before it, it finds one that is among the first 10,000 of the lane.
+-- What a waiting job's key lacks: its rate, the slots that running jobs use or waiting ones have reserved, or
+-- those of a job before it. Of the ready jobs before it, it finds one that is among the first 10,000 of the
+-- lane.
 create or replace function queue._why_no_slot(p_id bigint, p_key text)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
@@ -99,11 +100,17 @@ begin
         else 'its concurrency key %s goes first to %s' end, v_name, v_text);
     end if;
   end if;
-  select string_agg(r.id::text, ', ' order by r.id) into v_text
-  from (select j.id from queue.active_job aj join queue.job_now j on j.id = aj.id
-        where aj.claim is not null
-          and case when v_is_lock then j.lock = v_name else v_name = any (j.keys) end
-        order by j.id limit 20) r;
+  select string_agg(r.text, ', ' order by r.id) into v_text
+  from (
+    select x.id, x.text
+    from (
+      select j.id, j.id::text as text from queue.active_job aj join queue.job_now j on j.id = aj.id
+      where aj.claim is not null
+        and case when v_is_lock then j.lock = v_name else v_name = any (j.keys) end
+      union all
+      select w.id, w.id || ' (reserved)' from queue.waiting w
+      where w.reserved is not null and p_key = any (w.reserved)) x
+    order by x.id limit 20) r;
   if v_text is null then
     return format(case when v_is_lock then 'its lock %s is free; the next fetch or tick passes it on'
       else 'its concurrency key %s is free; the next fetch or tick passes it on' end, v_name);

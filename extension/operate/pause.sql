@@ -197,6 +197,7 @@ returns void language plpgsql volatile parallel unsafe security invoker
 set plan_cache_mode = force_custom_plan set enable_seqscan = on set enable_hashjoin = on as $$
 declare
   v_slots record;
+  v_reserved record;
 begin
   select array_agg(w.id) as ids, array_agg(w.key) filter (where w.lane is not null) as keys,
     array_agg(w.lane) filter (where w.lane is not null) as lanes,
@@ -206,9 +207,12 @@ begin
   where w.reason = 'slot' and j.task = p_task
     and (p_queue is null or queue._matches(j.queue, p_queue));
   if v_slots.ids is not null then
+    select array_agg(w.id) as ids, array_agg(k.key) as keys into v_reserved
+    from queue.waiting w cross join unnest(w.reserved) k (key) where w.id = any (v_slots.ids);
+    perform queue._free_reserved(v_reserved.ids, v_reserved.keys);
     update queue.waiting w
     set reason = 'task_paused', at = p_until, key = null, lane = null, deadline = null, flags = null,
-      attempt = null, has_several = null, weight = null
+      attempt = null, moves = null, weight = null, reserved = null
     where w.id = any (v_slots.ids);
     perform queue._never_discard(v_slots.ids);
   end if;
@@ -227,7 +231,7 @@ begin
     returning m.id)
   insert into queue.waiting (id, reason, at) select r.id, 'task_paused', p_until from recalled r;
   if v_slots.keys is not null then
-    perform queue._advance(p_keys => v_slots.keys);
+    perform queue._advance(p_keys => v_slots.keys || v_reserved.keys);
   end if;
 end $$;
 

@@ -584,8 +584,9 @@ create table queue.rate_start (
 -- need changes (admit/needs.sql). For a job that waits for a slot, the row has the columns of
 -- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
 -- the first job of a lane that waits for a key's rate: when the rate allows more starts; weight: how many
--- slots of the key it takes, NULL for 1; has_several: the job has several keys, and key is the first full
--- one; task: the job's. For the weight of a parked job see _park (admit/gates.sql).
+-- slots of the key it takes, NULL for 1; moves: how often the job has changed lines, if it has several keys
+-- (key is the first full one), else NULL; reserved: the keys of which it has reserved slots
+-- (admit/reserve.sql); task: the job's. For the weight of a parked job see _park (admit/gates.sql).
 create table queue.waiting (
   id bigint not null,
   at timestamptz,
@@ -594,11 +595,12 @@ create table queue.waiting (
   lane integer,
   flags smallint,
   attempt smallint,
-  has_several boolean,
+  moves smallint,
   weight integer,
   reason text not null,
   key text collate "C",
   task text collate "C",
+  reserved text[],
   constraint waiting_pkey primary key (id),
   constraint waiting_reason_check check (reason in ('schedule', 'needs', 'upstream_failed', 'slot', 'held',
     'signal', 'task_paused', 'parked', 'moving'))
@@ -617,6 +619,8 @@ where left(reason, 4) = 'slot' and weight is not null;
 
 -- One job of each lane of a key whose rate allows no start now.
 create index waiting_rate_idx on queue.waiting (lane) where reason = 'slot' and at is not null;
+
+create index waiting_reserved_idx on queue.waiting (id) where reserved is not null;
 
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 
@@ -1652,8 +1656,8 @@ from (select distinct on (s.key) s.key, s.slots, s.used, s.ready, s.waiting, s.r
   from queue.semaphore s order by s.key, s.tick desc) s;
 comment on view queue.semaphores is
   'Concurrency keys, mutex locks and the max_running of queues: the limit, how much of it running jobs'
-    ' use and ready jobs ask for, and how many jobs wait; of a queue, only the limit and how many run. The'
-    ' rate is rate_limit starts per rate_per.';
+    ' use (or jobs with several keys have reserved) and ready jobs ask for, and how many jobs wait; of a'
+    ' queue, only the limit and how many run. The rate is rate_limit starts per rate_per.';
 
 -- waiting: how far a share's next tag lies ahead of the first ready (or waiting) job, in turns.
 create view queue.shares as
@@ -7348,16 +7352,16 @@ end $$;
 
 -- admit/slots.sql
 -- Semaphores. _refill (admit/refill.sql) gives a slot that becomes free to the next job.
--- A slot is a live claim: `used` counts the claims that run under a key. It is written only under
--- the admission lock, in the transaction that makes or settles the claim. Limited lanes are claimed only
--- under the admission lock, so that the limit is hard.
+-- A slot is a live claim: `used` counts the claims that run under a key, and the slots that are reserved
+-- (admit/reserve.sql). It is written only under the admission lock, in the transaction that makes or settles
+-- the claim. Limited lanes are claimed only under the admission lock, so that the limit is hard.
 --
 -- Slots are taken at the claim, not before, so that a job which no worker starts holds none. For each key and
 -- lane, at most as many unclaimed jobs are in queue.active_job (`ready`) as the key has free slots, so that
 -- fetch does not read jobs that can't start. The others wait in queue.waiting; a new one does not come before
 -- a ready one, as far as _make_way looks. A ready job whose key is full goes back there if fetch meets it. A
--- job with several keys waits for the first full one, and holds none. Rows are replaced, and read newest
--- first.
+-- job with several keys waits for the first full one, and holds none, but may reserve some. Rows are
+-- replaced, and read newest first.
 
 -- The keys of jobs by their flags: 'm' || lock and 'k' || concurrency key. n: the job's place in p_ids.
 create or replace function queue._keys_of(p_ids bigint[], p_flags smallint[])
@@ -7615,74 +7619,52 @@ begin
     order by s.tick limit 100));
 end $$;
 
--- The invariants of semaphores, for queue.check().
-create or replace function queue._check_semaphores()
-returns table (problem text, id bigint, detail text)
-language plpgsql stable parallel safe security invoker rows 10 as $$
+-- admit/reserve.sql
+-- Reserved slots, so that a job with several keys starts in the end.
+-- Tests: admit/reserve.sql.
+--
+-- A job with several keys waits for the first full one. When that has a slot for it, another key may be full
+-- by then, and later jobs take the slot. It could go from line to line for as long as they keep both keys
+-- full. So after some changes of line (macro patience), it reserves slots: when it goes on to a full key and
+-- is the first in that line, nobody else gets its slots of the keys before that one. `used` counts them. Why,
+-- and what it costs: docs/adr/0012-reserved-slots.md.
+--
+-- Only the first job of a line reserves, so that a hundred jobs that wait for one slot do not take all those
+-- of another key. And no job does while jobs of a higher priority in its queue want one of these keys.
+-- Why nothing stops: a job reserves slots only of keys that come before the one that it waits for, in the
+-- order of _take_slots. So of the jobs that reserve slots, the one that waits for the last key waits only for
+-- claims to end.
+-- Other queues may serve the same keys. So a job gives its reserved slots back when it leaves its line: as a
+-- ready job it has none, because maybe no worker serves its queue.
+
+-- Whether a job of a lane may reserve slots of keys: no job of its queue with a higher priority is ready with
+-- one of them, or waits for one.
+create or replace function queue._may_reserve(p_lane integer, p_keys text[])
+returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
-  return query
-    select 'slots in use without a claim'::text, null::bigint,
-      format('%s: used %s, claims %s', coalesce(s.key, c.key), s.used, c.n)
-    from (select distinct on (s.key) s.key, s.used from queue.semaphore s order by s.key, s.tick desc) s
-    full join (
-      select k.key, sum(k.weight) as n
-      from (
-        select k.key, k.weight
-        from (select array_agg(aj.id) as ids, array_agg(aj.flags) as flags
-              from (select aj.id, aj.flags from queue.active_job aj
-                where aj.claim is not null and aj.flags & 6/* slots */ <> 0
-                    union all
-                    select h.job_id, h.flags from queue.pending_settlement h
-                    where h.kind in ('ended', 'again') and h.flags & 6/* slots */ <> 0) aj) a
-        cross join lateral queue._keys_of(a.ids, a.flags) k
-        union all
-        select 'q' || j.queue, 1 from queue.active_job aj join queue.job_now j on j.id = aj.id
-        where aj.claim is not null and aj.flags & 16384/* queue_slot */ <> 0
-        union all
-        select 'q' || j.queue, 1 from queue.pending_settlement h join queue.job_now j on j.id = h.job_id
-        where h.kind in ('ended', 'again') and h.flags & 16384/* queue_slot */ <> 0) k
-      group by k.key) c on c.key = s.key
-    where coalesce(s.used, 0) <> coalesce(c.n, 0) or left(s.key, 1) = 'm' and s.used > 1;
-  return query
-    select x.problem, null::bigint,
-      format('%s, lane %s: slots %s, used %s, ready %s (%s), waiting %s (%s), low %s (%s)', x.key, x.lane,
-      x.slots, x.used, x.ready, x.is_ready, x.waiting, x.is_waiting, x.low, x.least_id)
-    from (
-      select case when s.ready is distinct from coalesce(aj.n, 0)
-        or s.waiting is distinct from coalesce(w.n, 0) then 'counts of a key are wrong'
-                  when w.n > 0 and (s.low_deadline, s.low) > (w.deadline, w.id)
-                    then 'waits for a slot below the low mark'
-                  when s.waiting > 0
-                    and s.ready::bigint + least(coalesce(w.weight, 1), s.slots) <= least(s.slots, 1000000000/* most_slots */) - s.used
-                    and (queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
-                      >= s.ready::bigint + least(coalesce(w.weight, 1), s.rate_limit)) is not false
-                    and not w.is_marked
-                    and not exists (select from queue.pending_settlement h
-                    where h.kind = 'refill' and h.payload ? s.key)
-                    then 'a job waits although a slot is free' end as problem,
-        coalesce(s.key, w.key, aj.key) as key, coalesce(s.lane, w.lane, aj.lane) as lane, s.slots, s.used,
-        s.ready, aj.n as is_ready,
-        s.waiting, w.n as is_waiting, s.low, w.id as least_id
-      from (
-        select s.key, s.slots, s.rate_limit, s.rate_per, s.used, l.lane, l.ready, l.waiting, l.low,
-          l.low_deadline
-        from (select distinct on (s.key) s.* from queue.semaphore s order by s.key, s.tick desc) s
-        cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
-          l (lane, ready, waiting, low, low_deadline)) s
-      full join (
-        select w.key, w.lane, count(*) as n, (array_agg(w.id order by w.deadline, w.id))[1] as id,
-          min(w.deadline) as deadline, (array_agg(w.weight order by w.deadline, w.id))[1] as weight,
-          count(w.at) > 0 as is_marked
-        from queue.waiting w
-        where w.reason = 'slot' and w.lane is not null group by w.key, w.lane) w on w.key = s.key
-          and w.lane = s.lane
-      full join (
-        select k.key, a.lanes[k.n] as lane, sum(k.weight) as n
-        from (select array_agg(aj.id) as ids, array_agg(aj.flags) as flags, array_agg(aj.lane) as lanes
-              from queue.active_job aj where aj.claim is null and aj.flags & 6/* slots */ <> 0) a
-        cross join lateral queue._keys_of(a.ids, a.flags) k
-        group by 1, 2) aj on aj.key = coalesce(s.key, w.key) and aj.lane = coalesce(s.lane, w.lane)) x
-    where x.problem is not null;
+  return not exists (
+    select from unnest(p_keys) u (key)
+    cross join lateral (
+      select s.lanes from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
+    cross join lateral unnest(s.lanes) o (lane)
+    join queue.lane l on l.lane = o.lane
+    join queue.lane own on own.lane = p_lane
+    where l.queue = own.queue and l.priority > own.priority);
+end $$;
+
+-- Frees the reserved slots of jobs that leave queue.waiting. Jobs may repeat: p_keys has a key of each.
+-- Locks: the caller holds the admission lock.
+-- Why no wake-up is lost: the caller passes the keys to _refill, or hands them over.
+create or replace function queue._free_reserved(p_ids bigint[], p_keys text[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_keys is null then
+    return;
+  end if;
+  perform queue._add_slots(array_agg(k.key), null, array_agg(-k.weight), null, null, null)
+  from unnest(p_ids, p_keys) u (id, key)
+  cross join lateral queue._keys_of(array[u.id], array[4/* keys */]::smallint[]) k
+  where k.key = u.key;
 end $$;
 
 -- admit/retag.sql
@@ -8175,13 +8157,15 @@ begin
     return;
   end if;
   delete from queue.waiting w where w.id = p_id
-  returning w.reason, w.key, w.lane, w.at, w.weight into v_waiting;
+  returning w.reason, w.key, w.lane, w.at, w.weight, w.reserved into v_waiting;
   if found then
     if v_waiting.reason = 'slot' then
       perform queue._count_unwaiting(v_waiting.key, v_waiting.lane);
       -- if it was the first, the next one may fit where its weight did not, or wait for the key's rate
       keys := case when v_waiting.lane is not null and num_nonnulls(v_waiting.at, v_waiting.weight) > 0
-        then array[v_waiting.key] end;
+        then array[v_waiting.key] end || v_waiting.reserved;
+      perform queue._free_reserved(array_fill(p_id, array[coalesce(cardinality(v_waiting.reserved), 0)]),
+        v_waiting.reserved);
       perform queue._never_discard(array[p_id]);
     end if;
     place := v_waiting.reason;
@@ -8465,18 +8449,83 @@ begin
   joined := array(select u.id from unnest(v_pass) u (id) where u.id = any (p_joining));
 end $$;
 
+-- admit/await_turns.sql
+-- Ordered jobs that hold a lock's turn without its slot, in a lock that has become mixed.
+-- Tests: admit/locks.sql, admit/locks.mixed.spec.
+
+-- The ordered job that had the turn when its lock became mixed may be ready, running or waiting for another
+-- slot without having used the semaphore. Before a mutex job can become ready, that job must go through the
+-- semaphore, or be counted.
+-- asked: ordered jobs that were taken out for that; keys: semaphores in which that left room; postponed:
+-- mutex jobs that must come back later, because another transaction holds the row of the ordered one.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[],
+  out keys text[], out postponed bigint[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_turn record;
+  v_job record;
+begin
+  for v_turn in
+    select k.key, m.id, array_agg(k.id) as mutex_ids
+    from queue._keys_of(p_ids, p_flags) k
+    cross join lateral (
+      select m.id
+      from queue.lock_member m
+      where m.lock = substr(k.key, 2) and m.has_turn offset 0) m
+    where p_flags[k.n] & 3/* lock */ = 2/* mutex */ and left(k.key, 1) = 'm'
+      and ((select aj.flags & 2/* mutex */ from queue.active_job aj where aj.id = m.id) = 0
+        or (select w.flags & 2/* mutex */ from queue.waiting w where w.id = m.id) = 0)
+    group by k.key, m.id
+  loop
+    delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane, w.at, w.weight, w.reserved
+    into v_job;
+    if found then
+      perform queue._count_unwaiting(v_job.key, v_job.lane);
+      perform queue._free_reserved(array_fill(v_turn.id, array[coalesce(cardinality(v_job.reserved), 0)]),
+        v_job.reserved);
+      keys := keys || case when num_nonnulls(v_job.at, v_job.weight) > 0 then array[v_job.key] end
+        || v_job.reserved;
+      asked := asked || v_turn.id;
+      continue;
+    end if;
+    select aj.claim, aj.lane, aj.flags, aj.deadline into v_job from queue.active_job aj
+    where aj.id = v_turn.id for update skip locked;
+    if not found then
+      if exists (select from queue.active_job aj where aj.id = v_turn.id) then
+        postponed := postponed || v_turn.mutex_ids;
+      end if;
+    elsif v_job.claim is not null then
+      perform queue._set_slots(array[v_turn.key], array[1], array[v_turn.id]);
+      perform queue._add_slots(array[v_turn.key], null, array[1], null, null, null);
+      update queue.active_job aj set flags = aj.flags | 2/* mutex */ where aj.id = v_turn.id;
+    else
+      delete from queue.active_job aj where aj.id = v_turn.id;
+      perform queue._keep_tag(v_turn.id, v_job.deadline);
+      if v_job.flags & 4/* keys */ <> 0 then
+        keys := keys || queue._count_unready(array[v_turn.id], array[v_job.lane], array[v_job.flags]);
+      end if;
+      asked := asked || v_turn.id;
+    end if;
+  end loop;
+  insert into queue.waiting (id, reason, at, key)
+  select k.id, 'slot', clock_timestamp() + interval '20 ms', k.key
+  from queue._keys_of(p_ids, p_flags) k where k.id = any (postponed) and left(k.key, 1) = 'm';
+end $$;
+
 -- admit/enter_slots.sql
 -- The last gate: jobs become ready if their concurrency keys have free slots.
 -- Tests: admit/slots.sql, admit/enter_slots.sql, admit/shares.slots.sql.
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
--- p_from, p_places: they were the first that waited for these keys, in that order (_refill). grown: keys
--- whose limit has grown, or for which a job waits that would fit; passed: keys for which a job waits that may
--- come before a ready one; discarded: jobs in no gate that would have to wait, and must be discarded instead
--- (on_limit).
+-- p_from, p_places, p_moves: they were the first that waited for these keys, in that order (_refill), and
+-- have changed lines so often. grown: keys whose limit has grown, or for which a job waits that would fit;
+-- passed: keys for which a job waits that may come before a ready one; discarded: jobs in no gate that would
+-- have to wait, and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_from text[] default null,
-  p_places timestamptz[] default null, out discarded bigint[], out grown text[], out passed text[])
+  p_places timestamptz[] default null, p_moves smallint[] default null, out discarded bigint[],
+  out grown text[], out passed text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_entries record;
@@ -8510,7 +8559,7 @@ begin
     -- in the order in which they waited for their keys, or of their deadlines
     select array_agg(x.id) as ids, array_agg(x.lane) as lanes, array_agg(x.deadline) as deadlines,
       array_agg(x.flags) as flags, array_agg(x.attempt) as attempts, array_agg(p_from[x.n]) as keys,
-      array_agg(x.place) as places
+      array_agg(x.place) as places, array_agg(p_moves[x.n]) as moves
     into v_froms
     from (
       select e.*, x.n, coalesce(p_places[x.n], e.deadline) as place
@@ -8520,7 +8569,7 @@ begin
       order by coalesce(p_places[x.n], e.deadline), e.id) x;
     v_taken := queue._take_slots(v_froms.ids, v_froms.lanes, v_froms.deadlines, v_froms.flags,
       v_froms.attempts, p_from is not null, case when p_from is not null then v_froms.keys end,
-      v_froms.places, v_entries.has_tags and p_from is null);
+      v_froms.places, v_froms.moves, v_entries.has_tags and p_from is null);
   else
     v_taken := queue._take_slots(v_entries.ids, v_entries.lanes, v_entries.deadlines, v_entries.flags,
       v_entries.attempts, false, p_by_turns => v_entries.has_tags);
@@ -8536,16 +8585,21 @@ end $$;
 -- where shares take turns, by id. So a heavy job that has become the first is passed only by jobs that come
 -- before it, and not for ever by jobs that wait for another key.
 --
--- Why this ends: suppose that no slot becomes free, and that some jobs change lines for ever. Of these, m is
--- the first by that order. Room only shrinks, so a job that goes to a line because it does not fit stays in
--- it. So m goes to a line because the first job there, h, comes before it, and h changes lines no more. There
--- m stands behind h: by the same order, or by tag, because a job from another line gets a new tag (p_moved of
--- _tags), and no new tag comes before the first one. _refill takes jobs out in the line's order, so it takes
--- out m only with h. As h stays, it went back because it did not fit, or behind one that did not (v_back).
--- That one is not taken out again, nor are h and m behind it.
+-- Why this ends: suppose that no claim ends, and that some jobs change lines for ever. Reserved slots of a
+-- key become free only if a job leaves the line of a later key (admit/reserve.sql). So room for the last key
+-- only shrinks, and jobs leave its line only so often. So room for the key before it grows only so often, and
+-- so on.
+-- Look at the time after that, and of these jobs at the first one by that order, m. Room only shrinks, so a
+-- job that goes to a line because it does not fit stays in it. So m goes to a line because the first job
+-- there, h, comes before it, and h changes lines no more. There m stands behind h: by the same order, or by
+-- tag, because a job from another line gets a new tag (p_moved of _tags), and no new tag comes before the
+-- first one. _refill takes jobs out in the line's order, so it takes out m only with h. As h stays, it went
+-- back because it did not fit, or behind one that did not (v_back). That one is not taken out again, nor are
+-- h and m behind it.
 -- (While _retag gives new tags, m may stand before h. _refill hands over what takes long, and _retag ends.)
--- Why no job waits in vain: jobs that wait hold no slot. One that queues up although it would fit names the
--- key in grown, and _refill looks at the line. So in the end the first job of each line does not fit.
+-- Why no job waits in vain: jobs that wait hold no slot that they have not reserved. One that queues up
+-- although it would fit names the key in grown, and _refill looks at the line. So in the end the first job of
+-- each line does not fit.
 -- p_by_turns: shares take turns at slots for which no job waits yet, and the jobs that get them count as
 -- turns in the line that begins.
 -- Locks: the caller holds the admission lock.
@@ -8554,7 +8608,8 @@ end $$;
 create or replace function queue._take_slots(
   p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[],
   p_is_refill boolean, p_from text[] default null, p_places timestamptz[] default null,
-  p_by_turns boolean default false, out discarded bigint[], out grown text[], out passed text[])
+  p_moves smallint[] default null, p_by_turns boolean default false,
+  out discarded bigint[], out grown text[], out passed text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   -- ns, pairs: which job has which (key, lane); keys, lanes: the distinct ones
@@ -8574,8 +8629,13 @@ declare
   v_wait_weights integer[] := '{}'::integer[];
   v_weight integer;
   v_fits boolean;
+  v_is_behind boolean;                        -- the first job of the line comes before it
   v_wait_keys text[] := '{}'::text[];
-  v_wait_several boolean[] := '{}'::boolean[];
+  v_moves smallint;
+  v_wait_moves smallint[] := '{}'::smallint[];
+  v_reserved integer[];                       -- the counts to add to it
+  v_reserved_ids bigint[];                    -- the jobs that reserve slots of v_reserved_keys
+  v_reserved_keys text[];
   v_places timestamptz[];
   v_head_places timestamptz[];                -- the first waiting job of each (key, lane)
   v_head_ids bigint[];
@@ -8585,10 +8645,10 @@ declare
   v_had integer[];                            -- jobs that have had their turns, at v_had_keys
   v_had_keys text[];
 begin
-  select array_agg(x.n order by x.n) as ns, array_agg(x.pair order by x.n) as pairs,
+  select array_agg(x.n order by x.n, x.pair) as ns, array_agg(x.pair order by x.n, x.pair) as pairs,
     array_agg(x.key) as set_keys, array_agg(x.slots) as set_slots, array_agg(x.id) as set_ids,
     array_agg(x.rate_limit) as set_rate_limits, array_agg(x.rate_per) as set_rate_pers,
-    array_agg(x.weight order by x.n) as weights,
+    array_agg(x.weight order by x.n, x.pair) as weights,
     array_agg(x.key order by x.pair) filter (where x.is_first) as keys,
     array_agg(x.lane order by x.pair) filter (where x.is_first) as lanes,
     array_agg(x.newest order by x.pair) filter (where x.is_first) as newest,
@@ -8642,6 +8702,7 @@ begin
   end if;
   v_ready := array_fill(0, array[cardinality(v_keys.keys)]);
   v_waiting := v_ready;
+  v_reserved := v_ready;
   v_lows := array_fill(null::bigint, array[cardinality(v_keys.keys)]);
   v_low_deadlines := array_fill(null::timestamptz, array[cardinality(v_keys.keys)]);
   for i in 1 .. cardinality(p_ids) loop
@@ -8659,11 +8720,12 @@ begin
         v_fits := v_counts.ready[v_pair] + v_ready[v_pair]
           <= least(v_counts.free[v_pair] - least(v_weight, v_counts.slots[v_pair]),
             v_counts.rate_room[v_pair] - least(v_weight, v_counts.rates[v_pair]));
+        v_is_behind := v_head_ids[v_pair] is not null
+          and (greatest(v_head_places[v_pair], '0001-01-01 00:00+00'), v_head_ids[v_pair])
+            < (greatest(p_places[v_n], '0001-01-01 00:00+00'), p_ids[v_n]);
         if not v_fits or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
-          or p_from is not null and (v_keys.keys[v_pair] = p_from[v_n] and v_pair = any (v_back)
-            or v_keys.keys[v_pair] <> p_from[v_n] and v_head_ids[v_pair] is not null
-              and (greatest(v_head_places[v_pair], '0001-01-01 00:00+00'), v_head_ids[v_pair])
-                < (greatest(p_places[v_n], '0001-01-01 00:00+00'), p_ids[v_n])) then
+          or v_keys.keys[v_pair] = p_from[v_n] and v_pair = any (v_back)
+          or v_keys.keys[v_pair] <> p_from[v_n] and v_is_behind then
           v_shut := v_pair;
         end if;
       end if;
@@ -8691,7 +8753,24 @@ begin
       v_wait_pairs := v_wait_pairs || v_shut;
       v_wait_weights := v_wait_weights || nullif(v_weight, 1);
       v_wait_keys := v_wait_keys || v_keys.keys[v_shut];
-      v_wait_several := v_wait_several || (v_row - v_first > 1);
+      v_moves := case when v_row - v_first > 1 then least(4/* patience */,
+        coalesce(p_moves[v_n] + (v_keys.keys[v_shut] <> p_from[v_n])::integer, 0)) end;
+      v_wait_moves := v_wait_moves || v_moves;
+      if v_moves = 4/* patience */ and v_waiting[v_shut] = 1 and not v_is_behind
+        and queue._may_reserve(p_lanes[v_n], array(select v_keys.keys[k]
+          from unnest(v_keys.pairs[v_first : v_row - 1]) k)) then
+        while v_keys.pairs[v_first] < v_shut loop
+          v_pair := v_keys.pairs[v_first];
+          v_reserved[v_pair] := v_reserved[v_pair] + v_keys.weights[v_first];
+          v_reserved_ids := v_reserved_ids || p_ids[v_n];
+          v_reserved_keys := v_reserved_keys || v_keys.keys[v_pair];
+          -- in all lanes
+          v_counts.free := array(select u.free
+              - case when u.key = v_keys.keys[v_pair] then v_keys.weights[v_first] else 0 end
+            from unnest(v_counts.free, v_keys.keys) with ordinality u (free, key, n) order by u.n);
+          v_first := v_first + 1;
+        end loop;
+      end if;
       if v_keys.keys[v_shut] = p_from[v_n] then
         v_back := v_back || v_shut;
       end if;
@@ -8712,11 +8791,14 @@ begin
       array(select p_lanes[n] from unnest(v_wait || v_had) n),
       array(select p_deadlines[n] from unnest(v_wait || v_had) n), v_wait_keys || v_had_keys,
       array(select p_from[u.n] <> u.key from unnest(v_wait, v_wait_keys) u (n, key))))[:cardinality(v_wait)];
-    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several, weight, task)
-    select p_ids[u.n], 'slot', u.key, p_lanes[u.n], u.place, p_flags[u.n], p_attempts[u.n], u.several,
-      u.weight, (select j.task from queue.job j where j.id = p_ids[u.n])
-    from unnest(v_wait, v_wait_keys, v_places, v_wait_several, v_wait_weights)
-      u (n, key, place, several, weight);
+    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, moves, weight, task,
+      reserved)
+    select p_ids[u.n], 'slot', u.key, p_lanes[u.n], u.place, p_flags[u.n], p_attempts[u.n], u.moves,
+      u.weight, (select j.task from queue.job j where j.id = p_ids[u.n]),
+      (select array_agg(r.key) from unnest(v_reserved_ids, v_reserved_keys) r (id, key)
+        where r.id = p_ids[u.n])
+    from unnest(v_wait, v_wait_keys, v_places, v_wait_moves, v_wait_weights)
+      u (n, key, place, moves, weight);
     for i in 1 .. cardinality(v_wait) loop
       v_pair := v_wait_pairs[i];
       v_lows[v_pair] := least(v_lows[v_pair], p_ids[v_wait[i]]);
@@ -8725,7 +8807,7 @@ begin
     perform queue._keep_turns(array_agg(p_ids[n])) from unnest(v_wait) n where p_flags[n] & 1/* ordered */ <> 0
       having count(*) > 0;
   end if;
-  perform queue._add_slots(v_keys.keys, v_keys.lanes, null, v_ready, v_waiting, v_lows,
+  perform queue._add_slots(v_keys.keys, v_keys.lanes, v_reserved, v_ready, v_waiting, v_lows,
     v_low_deadlines, v_keys.newest);
   if v_counts.have_rates and v_wait <> '{}' then
     perform queue._await_rates(v_wait_keys);
@@ -8733,62 +8815,6 @@ begin
   if discarded is not null then
     perform queue._keep_turns(discarded);
   end if;
-end $$;
-
--- The ordered job that had the turn when its lock became mixed may be ready, running or waiting for another
--- slot without having used the semaphore. Before a mutex job can become ready, that job must go through the
--- semaphore, or be counted.
--- asked: ordered jobs that were taken out for that; keys: semaphores in which that left room; postponed:
--- mutex jobs that must come back later, because another transaction holds the row of the ordered one.
--- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
-create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[],
-  out keys text[], out postponed bigint[])
-language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_turn record;
-  v_job record;
-begin
-  for v_turn in
-    select k.key, m.id, array_agg(k.id) as mutex_ids
-    from queue._keys_of(p_ids, p_flags) k
-    cross join lateral (
-      select m.id
-      from queue.lock_member m
-      where m.lock = substr(k.key, 2) and m.has_turn offset 0) m
-    where p_flags[k.n] & 3/* lock */ = 2/* mutex */ and left(k.key, 1) = 'm'
-      and ((select aj.flags & 2/* mutex */ from queue.active_job aj where aj.id = m.id) = 0
-        or (select w.flags & 2/* mutex */ from queue.waiting w where w.id = m.id) = 0)
-    group by k.key, m.id
-  loop
-    delete from queue.waiting w where w.id = v_turn.id returning w.key, w.lane, w.at, w.weight into v_job;
-    if found then
-      perform queue._count_unwaiting(v_job.key, v_job.lane);
-      keys := keys || case when num_nonnulls(v_job.at, v_job.weight) > 0 then array[v_job.key] end;
-      asked := asked || v_turn.id;
-      continue;
-    end if;
-    select aj.claim, aj.lane, aj.flags, aj.deadline into v_job from queue.active_job aj
-    where aj.id = v_turn.id for update skip locked;
-    if not found then
-      if exists (select from queue.active_job aj where aj.id = v_turn.id) then
-        postponed := postponed || v_turn.mutex_ids;
-      end if;
-    elsif v_job.claim is not null then
-      perform queue._set_slots(array[v_turn.key], array[1], array[v_turn.id]);
-      perform queue._add_slots(array[v_turn.key], null, array[1], null, null, null);
-      update queue.active_job aj set flags = aj.flags | 2/* mutex */ where aj.id = v_turn.id;
-    else
-      delete from queue.active_job aj where aj.id = v_turn.id;
-      perform queue._keep_tag(v_turn.id, v_job.deadline);
-      if v_job.flags & 4/* keys */ <> 0 then
-        keys := keys || queue._count_unready(array[v_turn.id], array[v_job.lane], array[v_job.flags]);
-      end if;
-      asked := asked || v_turn.id;
-    end if;
-  end loop;
-  insert into queue.waiting (id, reason, at, key)
-  select k.id, 'slot', clock_timestamp() + interval '20 ms', k.key
-  from queue._keys_of(p_ids, p_flags) k where k.id = any (postponed) and left(k.key, 1) = 'm';
 end $$;
 
 -- admit/refill.sql
@@ -8843,14 +8869,16 @@ begin
               order by w.deadline, w.id limit r.look) w
             window o as (order by w.deadline, w.id rows unbounded preceding)) w
           where not w.is_stopped and (v_extra > 0 or not w.is_beyond)) w))
-      returning w.id, w.key, w.lane, w.deadline, w.flags, w.attempt, w.has_several, w.weight)
+      returning w.id, w.key, w.lane, w.deadline, w.flags, w.attempt, w.moves, w.weight, w.reserved)
     select array_agg(l.key) as keys, array_agg(l.lane) as lanes, array_agg(l.id) as ids,
       array_agg(case when l.is_last then l.id + 1 end) as lows,
       array_agg(case when l.is_last then l.deadline end) as low_deadlines,
       array_agg(case when l.deadline < '0001-01-01 00:00+00' then l.deadline
         else coalesce(n.deadline, l.deadline) end) as deadlines, array_agg(n.flags) as flags,
       array_agg(l.attempt) as attempts, array_agg(coalesce(l.weight, 1)) as weights,
-      bool_or(l.has_several) as has_several
+      array_agg(l.moves) as moves, bool_or(l.moves is not null) as have_several,
+      (select array_agg(l.id) from let l cross join unnest(l.reserved) k) as reserved_ids,
+      (select array_agg(k) from let l cross join unnest(l.reserved) k) as reserved_keys
     into v_moved
     from (select l.*, row_number() over (partition by l.key, l.lane order by l.deadline desc, l.id desc) = 1
         as is_last from let l) l
@@ -8862,11 +8890,12 @@ begin
           | case when (select d.job_id from queue.need d where d.need_id = l.id limit 1) is not null
             then 4096/* needed */ else 0 end)::smallint as flags) n;
     exit when v_moved.keys is null;
-    if v_extra > 0 or v_moved.has_several then
+    if v_extra > 0 or v_moved.have_several then
+      perform queue._free_reserved(v_moved.reserved_ids, v_moved.reserved_keys);
       perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
         array_fill(-1, array[cardinality(v_moved.ids)]), v_moved.lows, v_moved.low_deadlines);
-      v_grown := v_grown || (select e.grown from queue._enter_slots(v_moved.ids, v_moved.keys,
-        v_moved.deadlines) e);
+      v_grown := v_grown || v_moved.reserved_keys || (select e.grown from queue._enter_slots(v_moved.ids,
+        v_moved.keys, v_moved.deadlines, v_moved.moves) e);
       v_extra := greatest(2 * v_extra, 10);
       if v_extra > 300 then
         insert into queue.pending_settlement (job_id, kind, flags, payload) select v_moved.ids[1], 'refill',
@@ -10483,7 +10512,7 @@ begin
     into v_next
     from (
       select w.ctid as tid, w.id, w.deadline as old_deadline, coalesce(s.deadline, w.deadline) as deadline,
-        w.attempt, num_nonnulls(w.weight, w.at) > 0 or w.has_several or w.deadline < '0001-01-01 00:00+00'
+        w.attempt, num_nonnulls(w.weight, w.at, w.moves) > 0 or w.deadline < '0001-01-01 00:00+00'
           as is_special,
         -- may have changed since
         (w.flags | case when s.id is not null then 2048/* overridden */ else 0 end
@@ -15775,9 +15804,11 @@ begin
         from asked a join room r on r.key = a.key and r.lane = a.lane
         window w as (partition by a.key, a.lane order by a.deadline, a.id)) x
       where x.fits))
-    returning w.id, w.key, w.lane, w.at)
+    returning w.id, w.key, w.lane, w.at, w.reserved)
   select array_agg(g.id) as ids, array_agg(g.key) as keys, array_agg(g.lane) as lanes,
-    array_agg(g.key) filter (where g.at is not null) as rated
+    array_agg(g.key) filter (where g.at is not null) as rated,
+    (select array_agg(g.id) from gone g cross join unnest(g.reserved) k) as reserved_ids,
+    (select array_agg(k) from gone g cross join unnest(g.reserved) k) as reserved_keys
   into v_moved
   from gone g;
   if v_moved.ids is null then
@@ -15786,6 +15817,11 @@ begin
   perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
     array_fill(-1, array[cardinality(v_moved.ids)]), null);
   perform queue._await_rates(v_moved.rated);
+  if v_moved.reserved_keys is not null then
+    perform queue._free_reserved(v_moved.reserved_ids, v_moved.reserved_keys);
+    insert into queue.pending_settlement (job_id, kind, flags, payload)
+    values (v_moved.reserved_ids[1], 'refill', 0, to_jsonb(v_moved.reserved_keys));
+  end if;
   select x.* into v_moved from queue._queue_entries(v_moved.ids) x;
   perform queue._add_slots(array_agg(k.key), array_agg(v_moved.lanes[k.n]), null, array_agg(k.weight), null,
     null)
@@ -16058,9 +16094,10 @@ begin
     with gone as (
       delete from queue.active_job aj where aj.id = any (array(select v_jobs.ids[n] from unnest(v_wait) n))
       returning aj.id, aj.lane, aj.deadline, aj.flags, aj.attempt)
-    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several, weight, task)
+    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, moves, weight, task)
     select g.id, 'slot', v_wait_keys[u.i], g.lane, queue._front_tag(v_wait_keys[u.i], g.lane, g.deadline),
-      g.flags, g.attempt, v_wait_several[u.i], v_wait_weights[u.i],
+      g.flags, g.attempt, case when v_wait_several[u.i] then 0 end,
+      v_wait_weights[u.i],
       (select j.task from queue.job j where j.id = g.id)
     from gone g cross join lateral (select array_position(v_wait, array_position(v_jobs.ids, g.id)) as i) u;
     perform queue._keep_turns(array_agg(v_jobs.ids[n])) from unnest(v_wait) n
@@ -19879,6 +19916,7 @@ returns void language plpgsql volatile parallel unsafe security invoker
 set plan_cache_mode = force_custom_plan set enable_seqscan = on set enable_hashjoin = on as $$
 declare
   v_slots record;
+  v_reserved record;
 begin
   select array_agg(w.id) as ids, array_agg(w.key) filter (where w.lane is not null) as keys,
     array_agg(w.lane) filter (where w.lane is not null) as lanes,
@@ -19888,9 +19926,12 @@ begin
   where w.reason = 'slot' and j.task = p_task
     and (p_queue is null or queue._matches(j.queue, p_queue));
   if v_slots.ids is not null then
+    select array_agg(w.id) as ids, array_agg(k.key) as keys into v_reserved
+    from queue.waiting w cross join unnest(w.reserved) k (key) where w.id = any (v_slots.ids);
+    perform queue._free_reserved(v_reserved.ids, v_reserved.keys);
     update queue.waiting w
     set reason = 'task_paused', at = p_until, key = null, lane = null, deadline = null, flags = null,
-      attempt = null, has_several = null, weight = null
+      attempt = null, moves = null, weight = null, reserved = null
     where w.id = any (v_slots.ids);
     perform queue._never_discard(v_slots.ids);
   end if;
@@ -19909,7 +19950,7 @@ begin
     returning m.id)
   insert into queue.waiting (id, reason, at) select r.id, 'task_paused', p_until from recalled r;
   if v_slots.keys is not null then
-    perform queue._advance(p_keys => v_slots.keys);
+    perform queue._advance(p_keys => v_slots.keys || v_reserved.keys);
   end if;
 end $$;
 
@@ -20441,8 +20482,9 @@ begin
       and least(s.free - least(k.weight, s.slots), s.rate_room - least(k.weight, s.rate_limit)) < 0);
 end $$;
 
--- What a waiting job's key lacks: its rate, the slots that running jobs use, or those of a job before it. Of
--- the ready jobs before it, it finds one that is among the first 10,000 of the lane.
+-- What a waiting job's key lacks: its rate, the slots that running jobs use or waiting ones have reserved, or
+-- those of a job before it. Of the ready jobs before it, it finds one that is among the first 10,000 of the
+-- lane.
 create or replace function queue._why_no_slot(p_id bigint, p_key text)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
@@ -20483,11 +20525,17 @@ begin
         else 'its concurrency key %s goes first to %s' end, v_name, v_text);
     end if;
   end if;
-  select string_agg(r.id::text, ', ' order by r.id) into v_text
-  from (select j.id from queue.active_job aj join queue.job_now j on j.id = aj.id
-        where aj.claim is not null
-          and case when v_is_lock then j.lock = v_name else v_name = any (j.keys) end
-        order by j.id limit 20) r;
+  select string_agg(r.text, ', ' order by r.id) into v_text
+  from (
+    select x.id, x.text
+    from (
+      select j.id, j.id::text as text from queue.active_job aj join queue.job_now j on j.id = aj.id
+      where aj.claim is not null
+        and case when v_is_lock then j.lock = v_name else v_name = any (j.keys) end
+      union all
+      select w.id, w.id || ' (reserved)' from queue.waiting w
+      where w.reserved is not null and p_key = any (w.reserved)) x
+    order by x.id limit 20) r;
   if v_text is null then
     return format(case when v_is_lock then 'its lock %s is free; the next fetch or tick passes it on'
       else 'its concurrency key %s is free; the next fetch or tick passes it on' end, v_name);
@@ -20849,6 +20897,84 @@ comment on function queue.peek(text[], integer) is
     ' for a key, a lock in mode mutex, or other shares. It does not show a job that waits for a key behind'
     ' a ready job which another full key stops: a fetch first sends that one to wait. It shows fewer jobs'
     ' of a queue at its limit whose jobs have just ended. Sensitive args read *** for all but the owner.';
+
+-- inspect/check_slots.sql
+-- What queue.check() reports of semaphores.
+-- Tests: admit/slots.sql.
+
+-- The invariants of semaphores, for queue.check().
+create or replace function queue._check_semaphores()
+returns table (problem text, id bigint, detail text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+begin
+  return query
+    select 'slots in use without a claim'::text, null::bigint,
+      format('%s: used %s, claims %s', coalesce(s.key, c.key), s.used, c.n)
+    from (select distinct on (s.key) s.key, s.used from queue.semaphore s order by s.key, s.tick desc) s
+    full join (
+      select k.key, sum(k.weight) as n
+      from (
+        select k.key, k.weight
+        from (select array_agg(aj.id) as ids, array_agg(aj.flags) as flags
+              from (select aj.id, aj.flags from queue.active_job aj
+                where aj.claim is not null and aj.flags & 6/* slots */ <> 0
+                    union all
+                    select h.job_id, h.flags from queue.pending_settlement h
+                    where h.kind in ('ended', 'again') and h.flags & 6/* slots */ <> 0) aj) a
+        cross join lateral queue._keys_of(a.ids, a.flags) k
+        union all
+        select k.key, k.weight from queue.waiting w
+        cross join lateral queue._keys_of(array[w.id], array[w.flags]) k
+        where k.key = any (w.reserved)
+        union all
+        select 'q' || j.queue, 1 from queue.active_job aj join queue.job_now j on j.id = aj.id
+        where aj.claim is not null and aj.flags & 16384/* queue_slot */ <> 0
+        union all
+        select 'q' || j.queue, 1 from queue.pending_settlement h join queue.job_now j on j.id = h.job_id
+        where h.kind in ('ended', 'again') and h.flags & 16384/* queue_slot */ <> 0) k
+      group by k.key) c on c.key = s.key
+    where coalesce(s.used, 0) <> coalesce(c.n, 0) or left(s.key, 1) = 'm' and s.used > 1;
+  return query
+    select x.problem, null::bigint,
+      format('%s, lane %s: slots %s, used %s, ready %s (%s), waiting %s (%s), low %s (%s)', x.key, x.lane,
+      x.slots, x.used, x.ready, x.is_ready, x.waiting, x.is_waiting, x.low, x.least_id)
+    from (
+      select case when s.ready is distinct from coalesce(aj.n, 0)
+        or s.waiting is distinct from coalesce(w.n, 0) then 'counts of a key are wrong'
+                  when w.n > 0 and (s.low_deadline, s.low) > (w.deadline, w.id)
+                    then 'waits for a slot below the low mark'
+                  when s.waiting > 0
+                    and s.ready::bigint + least(coalesce(w.weight, 1), s.slots) <= least(s.slots, 1000000000/* most_slots */) - s.used
+                    and (queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
+                      >= s.ready::bigint + least(coalesce(w.weight, 1), s.rate_limit)) is not false
+                    and not w.is_marked
+                    and not exists (select from queue.pending_settlement h
+                    where h.kind = 'refill' and h.payload ? s.key)
+                    then 'a job waits although a slot is free' end as problem,
+        coalesce(s.key, w.key, aj.key) as key, coalesce(s.lane, w.lane, aj.lane) as lane, s.slots, s.used,
+        s.ready, aj.n as is_ready,
+        s.waiting, w.n as is_waiting, s.low, w.id as least_id
+      from (
+        select s.key, s.slots, s.rate_limit, s.rate_per, s.used, l.lane, l.ready, l.waiting, l.low,
+          l.low_deadline
+        from (select distinct on (s.key) s.* from queue.semaphore s order by s.key, s.tick desc) s
+        cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
+          l (lane, ready, waiting, low, low_deadline)) s
+      full join (
+        select w.key, w.lane, count(*) as n, (array_agg(w.id order by w.deadline, w.id))[1] as id,
+          min(w.deadline) as deadline, (array_agg(w.weight order by w.deadline, w.id))[1] as weight,
+          count(w.at) > 0 as is_marked
+        from queue.waiting w
+        where w.reason = 'slot' and w.lane is not null group by w.key, w.lane) w on w.key = s.key
+          and w.lane = s.lane
+      full join (
+        select k.key, a.lanes[k.n] as lane, sum(k.weight) as n
+        from (select array_agg(aj.id) as ids, array_agg(aj.flags) as flags, array_agg(aj.lane) as lanes
+              from queue.active_job aj where aj.claim is null and aj.flags & 6/* slots */ <> 0) a
+        cross join lateral queue._keys_of(a.ids, a.flags) k
+        group by 1, 2) aj on aj.key = coalesce(s.key, w.key) and aj.lane = coalesce(s.lane, w.lane)) x
+    where x.problem is not null;
+end $$;
 
 -- inspect/check.sql
 -- Invariants: queue.check() checks whether the tables agree with each other.

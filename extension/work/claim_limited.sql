@@ -261,9 +261,10 @@ begin
     with gone as (
       delete from queue.active_job aj where aj.id = any (array(select v_jobs.ids[n] from unnest(v_wait) n))
       returning aj.id, aj.lane, aj.deadline, aj.flags, aj.attempt)
-    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, has_several, weight, task)
+    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, moves, weight, task)
     select g.id, 'slot', v_wait_keys[u.i], g.lane, queue._front_tag(v_wait_keys[u.i], g.lane, g.deadline),
-      g.flags, g.attempt, v_wait_several[u.i], v_wait_weights[u.i],
+      g.flags, g.attempt, case when v_wait_several[u.i] then 0 end,
+      v_wait_weights[u.i],
       (select j.task from queue.job j where j.id = g.id)
     from gone g cross join lateral (select array_position(v_wait, array_position(v_jobs.ids, g.id)) as i) u;
     perform queue._keep_turns(array_agg(v_jobs.ids[n])) from unnest(v_wait) n

@@ -34,9 +34,11 @@ begin
         from asked a join room r on r.key = a.key and r.lane = a.lane
         window w as (partition by a.key, a.lane order by a.deadline, a.id)) x
       where x.fits))
-    returning w.id, w.key, w.lane, w.at)
+    returning w.id, w.key, w.lane, w.at, w.reserved)
   select array_agg(g.id) as ids, array_agg(g.key) as keys, array_agg(g.lane) as lanes,
-    array_agg(g.key) filter (where g.at is not null) as rated
+    array_agg(g.key) filter (where g.at is not null) as rated,
+    (select array_agg(g.id) from gone g cross join unnest(g.reserved) k) as reserved_ids,
+    (select array_agg(k) from gone g cross join unnest(g.reserved) k) as reserved_keys
   into v_moved
   from gone g;
   if v_moved.ids is null then
@@ -45,6 +47,11 @@ begin
   perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
     array_fill(-1, array[cardinality(v_moved.ids)]), null);
   perform queue._await_rates(v_moved.rated);
+  if v_moved.reserved_keys is not null then
+    perform queue._free_reserved(v_moved.reserved_ids, v_moved.reserved_keys);
+    insert into queue.pending_settlement (job_id, kind, flags, payload)
+    values (v_moved.reserved_ids[1], 'refill', 0, to_jsonb(v_moved.reserved_keys));
+  end if;
   select x.* into v_moved from queue._queue_entries(v_moved.ids) x;
   perform queue._add_slots(array_agg(k.key), array_agg(v_moved.lanes[k.n]), null, array_agg(k.weight), null,
     null)

@@ -2,8 +2,9 @@
 -- need changes (admit/needs.sql). For a job that waits for a slot, the row has the columns of
 -- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
 -- the first job of a lane that waits for a key's rate: when the rate allows more starts; weight: how many
--- slots of the key it takes, NULL for 1; has_several: the job has several keys, and key is the first full
--- one; task: the job's. For the weight of a parked job see _park (admit/gates.sql).
+-- slots of the key it takes, NULL for 1; moves: how often the job has changed lines, if it has several keys
+-- (key is the first full one), else NULL; reserved: the keys of which it has reserved slots
+-- (admit/reserve.sql); task: the job's. For the weight of a parked job see _park (admit/gates.sql).
 create table queue.waiting (
   id bigint not null,
   at timestamptz,
@@ -12,11 +13,12 @@ create table queue.waiting (
   lane integer,
   flags smallint,
   attempt smallint,
-  has_several boolean,
+  moves smallint,
   weight integer,
   reason text not null,
   key text collate "C",
   task text collate "C",
+  reserved text[],
   constraint waiting_pkey primary key (id),
   constraint waiting_reason_check check (reason in ('schedule', 'needs', 'upstream_failed', 'slot', 'held',
     'signal', 'task_paused', 'parked', 'moving'))
@@ -35,6 +37,8 @@ where left(reason, 4) = 'slot' and weight is not null;
 
 -- One job of each lane of a key whose rate allows no start now.
 create index waiting_rate_idx on queue.waiting (lane) where reason = 'slot' and at is not null;
+
+create index waiting_reserved_idx on queue.waiting (id) where reserved is not null;
 
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 

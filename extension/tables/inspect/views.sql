@@ -129,8 +129,8 @@ from (select distinct on (s.key) s.key, s.slots, s.used, s.ready, s.waiting, s.r
   from queue.semaphore s order by s.key, s.tick desc) s;
 comment on view queue.semaphores is
   'Concurrency keys, mutex locks and the max_running of queues: the limit, how much of it running jobs'
-    ' use and ready jobs ask for, and how many jobs wait; of a queue, only the limit and how many run. The'
-    ' rate is rate_limit starts per rate_per.';
+    ' use (or jobs with several keys have reserved) and ready jobs ask for, and how many jobs wait; of a'
+    ' queue, only the limit and how many run. The rate is rate_limit starts per rate_per.';
 
 -- waiting: how far a share's next tag lies ahead of the first ready (or waiting) job, in turns.
 create view queue.shares as

@@ -94,7 +94,7 @@ left join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
   l (lane, ready, waiting, low, low_deadline) on true order by s.key, l.lane;
 select id, deadline, case when claim is null then lane end, attempt, flags, claim is null, worker_id
 from queue.active_job order by id;
-select id, reason, key, lane, deadline, flags, attempt, has_several, weight
+select id, reason, key, lane, deadline, flags, attempt, moves, weight
 from queue.waiting order by id;
 select id, lock, has_turn, is_late, is_passed from queue.lock_member order by id;
 select l.id, l.expires_at - a.claimed_at

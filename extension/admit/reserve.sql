@@ -1,0 +1,46 @@
+-- Reserved slots, so that a job with several keys starts in the end.
+-- Tests: admit/reserve.sql.
+--
+-- A job with several keys waits for the first full one. When that has a slot for it, another key may be full
+-- by then, and later jobs take the slot. It could go from line to line for as long as they keep both keys
+-- full. So after some changes of line (macro patience), it reserves slots: when it goes on to a full key and
+-- is the first in that line, nobody else gets its slots of the keys before that one. `used` counts them. Why,
+-- and what it costs: docs/adr/0012-reserved-slots.md.
+--
+-- Only the first job of a line reserves, so that a hundred jobs that wait for one slot do not take all those
+-- of another key. And no job does while jobs of a higher priority in its queue want one of these keys.
+-- Why nothing stops: a job reserves slots only of keys that come before the one that it waits for, in the
+-- order of _take_slots. So of the jobs that reserve slots, the one that waits for the last key waits only for
+-- claims to end.
+-- Other queues may serve the same keys. So a job gives its reserved slots back when it leaves its line: as a
+-- ready job it has none, because maybe no worker serves its queue.
+
+-- Whether a job of a lane may reserve slots of keys: no job of its queue with a higher priority is ready with
+-- one of them, or waits for one.
+create or replace function queue._may_reserve(p_lane integer, p_keys text[])
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return not exists (
+    select from unnest(p_keys) u (key)
+    cross join lateral (
+      select s.lanes from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
+    cross join lateral unnest(s.lanes) o (lane)
+    join queue.lane l on l.lane = o.lane
+    join queue.lane own on own.lane = p_lane
+    where l.queue = own.queue and l.priority > own.priority);
+end $$;
+
+-- Frees the reserved slots of jobs that leave queue.waiting. Jobs may repeat: p_keys has a key of each.
+-- Locks: the caller holds the admission lock.
+-- Why no wake-up is lost: the caller passes the keys to _refill, or hands them over.
+create or replace function queue._free_reserved(p_ids bigint[], p_keys text[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_keys is null then
+    return;
+  end if;
+  perform queue._add_slots(array_agg(k.key), null, array_agg(-k.weight), null, null, null)
+  from unnest(p_ids, p_keys) u (id, key)
+  cross join lateral queue._keys_of(array[u.id], array[{{keys}}]::smallint[]) k
+  where k.key = u.key;
+end $$;
