@@ -123,6 +123,7 @@ declare
   v_places timestamptz[];
   v_head_places timestamptz[];                -- the first waiting job of each (key, lane)
   v_head_ids bigint[];
+  v_behind_heavy integer[];                   -- lines that wait for a heavy job (_heavy_firsts)
   v_back integer[] := '{}'::integer[];        -- lines to which one of their jobs goes back
   v_turns integer[];                          -- the order of p_ids, if not that
   v_n integer;
@@ -157,13 +158,22 @@ begin
     -- the newest job of a key, 0 if that is not known
     array_agg(s.limit_id order by u.n) as newest,
     array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
-    array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting
+    array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting,
+    bool_or(s.lanes not in ('{}', array[u.lane])) as have_other_lanes
   into v_counts
   from unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n)
   cross join lateral (
-    select s.slots, s.used, s.rate_limit, s.rate_per, s.limit_id, s.ready, s.waiting,
+    select s.slots, s.used, s.rate_limit, s.rate_per, s.limit_id, s.lanes, s.ready, s.waiting,
       array_position(s.lanes, u.lane) as at
     from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s;
+  if v_counts.have_other_lanes then
+    v_behind_heavy := array(
+      select u.n
+      from queue._heavy_firsts(v_keys.keys) h
+      join unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n) on u.key = h.key
+      join queue.lane l on l.lane = u.lane
+      where l.queue = h.queue and l.priority < h.priority);
+  end if;
   if p_from is not null then
     select array_agg(h.deadline order by u.n), array_agg(h.id order by u.n) into v_head_places, v_head_ids
     from unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n)
@@ -207,7 +217,7 @@ begin
         v_is_behind := v_head_ids[v_pair] is not null
           and (greatest(v_head_places[v_pair], '{{end_of_tags}}'), v_head_ids[v_pair])
             < (greatest(p_places[v_n], '{{end_of_tags}}'), p_ids[v_n]);
-        if not v_fits or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
+        if not v_fits or v_pair = any (v_behind_heavy) or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
           or v_keys.keys[v_pair] = p_from[v_n] and v_pair = any (v_back)
           or v_keys.keys[v_pair] <> p_from[v_n] and v_is_behind then
           v_shut := v_pair;

@@ -15,7 +15,9 @@ declare
   v_grown text[];
 begin
   loop
-    with room as materialized (
+    with heavy as materialized (
+      select h.key, h.queue, h.priority from queue._heavy_firsts(p_keys) h),
+    room as materialized (
       select s.key, l.lane, l.low, l.low_deadline, s.slots, s.rate_limit,
         s.free - l.ready as room, s.rate_room - l.ready as rate_room,
         greatest(least(s.free - l.ready, s.rate_room - l.ready, l.waiting), v_extra) as look
@@ -27,7 +29,9 @@ begin
         from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
       cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
         l (lane, ready, waiting, low, low_deadline)
-      where l.waiting > 0 and least(s.free, s.rate_room) > l.ready),
+      where l.waiting > 0 and least(s.free, s.rate_room) > l.ready
+        and not exists (select from heavy h join queue.lane k on k.lane = l.lane
+          where h.key = s.key and h.queue = k.queue and h.priority > k.priority)),
     let as (
       delete from queue.waiting w
       where w.ctid = any (array(

@@ -116,6 +116,33 @@ begin
   end if;
 end $$;
 
+-- Of each queue, the most urgent heavy job that is the first in a line of these keys, and does not fit yet. Jobs
+-- of its queue and key with a lower priority wait for it. Otherwise light ones could take each slot that becomes
+-- free, and the heavy one would never start.
+-- Why no wake-up is lost: when it starts, or leaves queue.waiting, the key goes to _refill, as it has a weight.
+create or replace function queue._heavy_firsts(p_keys text[])
+returns table (key text, queue text, priority integer, id bigint)
+language plpgsql stable parallel safe security invoker rows 1 as $$
+begin
+  return query
+    select distinct on (u.key, l.queue) u.key, l.queue, l.priority, w.id
+    from (
+      select distinct u.key from unnest(p_keys) u (key)
+      where exists (select from queue.waiting w
+        where left(w.reason, 4) = 'slot' and w.key = u.key and w.weight is not null)) u
+    cross join lateral (select s.* from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
+    cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
+      o (lane, ready, waiting, low, low_deadline)
+    join queue.lane l on l.lane = o.lane
+    cross join lateral (
+      select w.id, w.weight from queue.waiting w
+      where w.reason = 'slot' and w.key = u.key and w.lane = o.lane
+        and (w.deadline, w.id) >= (o.low_deadline, o.low)
+      order by w.deadline, w.id limit 1) w
+    where o.waiting > 0 and least(w.weight, s.slots) > {{free_slots}} - o.ready
+    order by u.key, l.queue, l.priority desc;
+end $$;
+
 -- Adds to the counts of keys: slots in use, and per lane ready and waiting jobs. Keys and lanes may repeat;
 -- an array that is NULL adds nothing. (p_low_deadlines, p_lows): for lanes with fewer waiting jobs,
 -- the point below which none waits (one for each lane); for others, a job that has begun to wait.

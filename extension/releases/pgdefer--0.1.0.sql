@@ -7469,6 +7469,33 @@ begin
   end if;
 end $$;
 
+-- Of each queue, the most urgent heavy job that is the first in a line of these keys, and does not fit yet. Jobs
+-- of its queue and key with a lower priority wait for it. Otherwise light ones could take each slot that becomes
+-- free, and the heavy one would never start.
+-- Why no wake-up is lost: when it starts, or leaves queue.waiting, the key goes to _refill, as it has a weight.
+create or replace function queue._heavy_firsts(p_keys text[])
+returns table (key text, queue text, priority integer, id bigint)
+language plpgsql stable parallel safe security invoker rows 1 as $$
+begin
+  return query
+    select distinct on (u.key, l.queue) u.key, l.queue, l.priority, w.id
+    from (
+      select distinct u.key from unnest(p_keys) u (key)
+      where exists (select from queue.waiting w
+        where left(w.reason, 4) = 'slot' and w.key = u.key and w.weight is not null)) u
+    cross join lateral (select s.* from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
+    cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
+      o (lane, ready, waiting, low, low_deadline)
+    join queue.lane l on l.lane = o.lane
+    cross join lateral (
+      select w.id, w.weight from queue.waiting w
+      where w.reason = 'slot' and w.key = u.key and w.lane = o.lane
+        and (w.deadline, w.id) >= (o.low_deadline, o.low)
+      order by w.deadline, w.id limit 1) w
+    where o.waiting > 0 and least(w.weight, s.slots) > least(s.slots, 1000000000/* most_slots */) - s.used - o.ready
+    order by u.key, l.queue, l.priority desc;
+end $$;
+
 -- Adds to the counts of keys: slots in use, and per lane ready and waiting jobs. Keys and lanes may repeat;
 -- an array that is NULL adds nothing. (p_low_deadlines, p_lows): for lanes with fewer waiting jobs,
 -- the point below which none waits (one for each lane); for others, a job that has begun to wait.
@@ -8639,6 +8666,7 @@ declare
   v_places timestamptz[];
   v_head_places timestamptz[];                -- the first waiting job of each (key, lane)
   v_head_ids bigint[];
+  v_behind_heavy integer[];                   -- lines that wait for a heavy job (_heavy_firsts)
   v_back integer[] := '{}'::integer[];        -- lines to which one of their jobs goes back
   v_turns integer[];                          -- the order of p_ids, if not that
   v_n integer;
@@ -8673,13 +8701,22 @@ begin
     -- the newest job of a key, 0 if that is not known
     array_agg(s.limit_id order by u.n) as newest,
     array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
-    array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting
+    array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting,
+    bool_or(s.lanes not in ('{}', array[u.lane])) as have_other_lanes
   into v_counts
   from unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n)
   cross join lateral (
-    select s.slots, s.used, s.rate_limit, s.rate_per, s.limit_id, s.ready, s.waiting,
+    select s.slots, s.used, s.rate_limit, s.rate_per, s.limit_id, s.lanes, s.ready, s.waiting,
       array_position(s.lanes, u.lane) as at
     from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s;
+  if v_counts.have_other_lanes then
+    v_behind_heavy := array(
+      select u.n
+      from queue._heavy_firsts(v_keys.keys) h
+      join unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n) on u.key = h.key
+      join queue.lane l on l.lane = u.lane
+      where l.queue = h.queue and l.priority < h.priority);
+  end if;
   if p_from is not null then
     select array_agg(h.deadline order by u.n), array_agg(h.id order by u.n) into v_head_places, v_head_ids
     from unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n)
@@ -8723,7 +8760,7 @@ begin
         v_is_behind := v_head_ids[v_pair] is not null
           and (greatest(v_head_places[v_pair], '0001-01-01 00:00+00'), v_head_ids[v_pair])
             < (greatest(p_places[v_n], '0001-01-01 00:00+00'), p_ids[v_n]);
-        if not v_fits or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
+        if not v_fits or v_pair = any (v_behind_heavy) or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
           or v_keys.keys[v_pair] = p_from[v_n] and v_pair = any (v_back)
           or v_keys.keys[v_pair] <> p_from[v_n] and v_is_behind then
           v_shut := v_pair;
@@ -8835,7 +8872,9 @@ declare
   v_grown text[];
 begin
   loop
-    with room as materialized (
+    with heavy as materialized (
+      select h.key, h.queue, h.priority from queue._heavy_firsts(p_keys) h),
+    room as materialized (
       select s.key, l.lane, l.low, l.low_deadline, s.slots, s.rate_limit,
         s.free - l.ready as room, s.rate_room - l.ready as rate_room,
         greatest(least(s.free - l.ready, s.rate_room - l.ready, l.waiting), v_extra) as look
@@ -8847,7 +8886,9 @@ begin
         from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
       cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
         l (lane, ready, waiting, low, low_deadline)
-      where l.waiting > 0 and least(s.free, s.rate_room) > l.ready),
+      where l.waiting > 0 and least(s.free, s.rate_room) > l.ready
+        and not exists (select from heavy h join queue.lane k on k.lane = l.lane
+          where h.key = s.key and h.queue = k.queue and h.priority > k.priority)),
     let as (
       delete from queue.waiting w
       where w.ctid = any (array(
@@ -20518,7 +20559,12 @@ begin
        from queue.waiting w
        where w.reason = 'slot' and w.key = p_key and w.lane = v_key.lane
          and (w.deadline, w.id) < (v_key.deadline, p_id)
-       order by w.deadline, w.id limit 1)) f
+       order by w.deadline, w.id limit 1)
+      union all
+      (select 0, format('job %s (weight %s)', w.id, w.weight) from queue.waiting w
+       where w.id = (select h.id from queue._heavy_firsts(array[p_key]) h
+         join queue.lane l on l.lane = v_key.lane
+         where h.queue = l.queue and h.priority > l.priority))) f
     order by f.n limit 1;
     if v_text is not null then
       return format(case when v_is_lock then 'its lock %s goes first to %s'
@@ -20948,6 +20994,9 @@ begin
                     and (queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
                       >= s.ready::bigint + least(coalesce(w.weight, 1), s.rate_limit)) is not false
                     and not w.is_marked
+                    and not exists (select from queue._heavy_firsts(array[s.key]) h
+                      join queue.lane k on k.lane = s.lane
+                      where h.queue = k.queue and h.priority > k.priority)
                     and not exists (select from queue.pending_settlement h
                     where h.kind = 'refill' and h.payload ? s.key)
                     then 'a job waits although a slot is free' end as problem,

@@ -1,6 +1,6 @@
 -- Ready jobs that no worker has claimed hold no slot: jobs that come before them take it.
 
-select plan(58);
+select plan(69);
 
 \ir ../admit/gates.helpers.psql
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
@@ -75,6 +75,50 @@ select queue.tick() \g /dev/null
 select queue.defer('heavy', deadline => '2910-01-01Z', options => '{"concurrency": [{"key": "W", "limit": 2, "weight": 2}]}') as heavy \gset
 select queue.tick() \g /dev/null
 select is(pg_temp.one_by_one(2), array[:heavy, :far]::bigint[], 'also that of one beside a free slot');
+
+-- A heavy job goes before lighter ones of a lower priority, whenever they come, but not before those of another queue.
+create function pg_temp.defer_heavy(weight integer, priority integer, queue text default null) returns bigint language sql as $$
+  select queue.defer('t', priority => defer_heavy.priority, queue => defer_heavy.queue, options => jsonb_build_object('concurrency',
+    jsonb_build_array(jsonb_build_object('key', 'P', 'limit', 2, 'weight', weight))))
+$$;
+create function pg_temp.finish_one() returns void language sql as $$
+  select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running' order by j.id limit 1
+$$;
+select pg_temp.defer_heavy(1, 0) as light from generate_series(1, 4) \g /dev/null
+select cardinality(pg_temp.claim(10)) as n \gset
+select pg_temp.defer_heavy(2, 5) as heavy \gset
+select queue.tick() \g /dev/null
+select pg_temp.finish_one() \g /dev/null
+select is(pg_temp.claim(10), null, 'a job that waited does not take the slot that the heavy one needs');
+select pg_temp.defer_heavy(1, 0) as late \gset
+select is(pg_temp.claim(10), null, 'nor does a new one');
+select alike(queue.why(:late), format('%%concurrency key P goes first to job %s (weight 2)', :heavy), 'why names the heavy one');
+select pg_temp.defer_heavy(1, 9) as urgent \gset
+select is(pg_temp.claim(10), array[:urgent]::bigint[], 'one of a higher priority does');
+select pg_temp.defer_heavy(1, 0, 'elsewhere') as elsewhere \gset
+select queue.tick() \g /dev/null
+select pg_temp.finish_one() \g /dev/null
+select is(pg_temp.claim(10), array[:elsewhere]::bigint[], 'and one of another queue');
+select is_empty('select * from queue.check()', 'that is in order');
+select pg_temp.finish_all();
+select queue.tick() \g /dev/null
+select is_empty('select * from queue.check()', 'also when all are ready, and the first one decides');
+select is(pg_temp.claim(10), array[:heavy]::bigint[], 'when there is room, the heavy one starts');
+select pg_temp.finish_all();
+select is(cardinality(pg_temp.claim(10)), 2, 'then the others');
+select pg_temp.finish_all();
+select pg_temp.finish_all() from (select pg_temp.claim(10) offset 0) x;
+-- It leaves.
+select pg_temp.defer_heavy(1, 0), pg_temp.defer_heavy(1, 0) \g /dev/null
+select cardinality(pg_temp.claim(10)) as n \gset
+select pg_temp.defer_heavy(2, 5) as heavy \gset
+select queue.tick() \g /dev/null
+select pg_temp.finish_one() \g /dev/null
+select pg_temp.defer_heavy(1, 0) \g /dev/null
+select is(pg_temp.claim(10), null, 'the first light one that comes waits, too');
+select queue.cancel(:heavy) \g /dev/null
+select is(cardinality(pg_temp.claim(10)), 1, 'when it leaves, the lighter one gets the slot');
+select pg_temp.finish_all();
 
 -- Several at once, beside a heavy job that waits, and where there is room for some or all.
 select queue.defer('b', concurrency_key => 'W', concurrency_limit => 2) as b \gset
