@@ -217,7 +217,8 @@ begin
         v_is_behind := v_head_ids[v_pair] is not null
           and (greatest(v_head_places[v_pair], '{{end_of_tags}}'), v_head_ids[v_pair])
             < (greatest(p_places[v_n], '{{end_of_tags}}'), p_ids[v_n]);
-        if not v_fits or v_pair = any (v_behind_heavy) or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
+        if not v_fits or v_pair = any (v_behind_heavy)
+          or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
           or v_keys.keys[v_pair] = p_from[v_n] and v_pair = any (v_back)
           or v_keys.keys[v_pair] <> p_from[v_n] and v_is_behind then
           v_shut := v_pair;

@@ -116,9 +116,9 @@ begin
   end if;
 end $$;
 
--- Of each queue, the most urgent heavy job that is the first in a line of these keys, and does not fit yet. Jobs
--- of its queue and key with a lower priority wait for it. Otherwise light ones could take each slot that becomes
--- free, and the heavy one would never start.
+-- Of each queue, the most urgent heavy job that is the first in a line of these keys, and does not fit yet.
+-- Jobs of its queue and key with a lower priority wait for it. Otherwise light ones could take each slot that
+-- becomes free, and the heavy one would never start.
 -- Why no wake-up is lost: when it starts, or leaves queue.waiting, the key goes to _refill, as it has a weight.
 create or replace function queue._heavy_firsts(p_keys text[])
 returns table (key text, queue text, priority integer, id bigint)
@@ -139,7 +139,7 @@ begin
       where w.reason = 'slot' and w.key = u.key and w.lane = o.lane
         and (w.deadline, w.id) >= (o.low_deadline, o.low)
       order by w.deadline, w.id limit 1) w
-    where o.waiting > 0 and least(w.weight, s.slots) > {{free_slots}} - o.ready
+    where o.waiting > 0 and w.weight is not null and least(w.weight, s.slots) > {{free_slots}} - o.ready
     order by u.key, l.queue, l.priority desc;
 end $$;
 

@@ -7469,9 +7469,9 @@ begin
   end if;
 end $$;
 
--- Of each queue, the most urgent heavy job that is the first in a line of these keys, and does not fit yet. Jobs
--- of its queue and key with a lower priority wait for it. Otherwise light ones could take each slot that becomes
--- free, and the heavy one would never start.
+-- Of each queue, the most urgent heavy job that is the first in a line of these keys, and does not fit yet.
+-- Jobs of its queue and key with a lower priority wait for it. Otherwise light ones could take each slot that
+-- becomes free, and the heavy one would never start.
 -- Why no wake-up is lost: when it starts, or leaves queue.waiting, the key goes to _refill, as it has a weight.
 create or replace function queue._heavy_firsts(p_keys text[])
 returns table (key text, queue text, priority integer, id bigint)
@@ -7492,7 +7492,7 @@ begin
       where w.reason = 'slot' and w.key = u.key and w.lane = o.lane
         and (w.deadline, w.id) >= (o.low_deadline, o.low)
       order by w.deadline, w.id limit 1) w
-    where o.waiting > 0 and least(w.weight, s.slots) > least(s.slots, 1000000000/* most_slots */) - s.used - o.ready
+    where o.waiting > 0 and w.weight is not null and least(w.weight, s.slots) > least(s.slots, 1000000000/* most_slots */) - s.used - o.ready
     order by u.key, l.queue, l.priority desc;
 end $$;
 
@@ -8760,7 +8760,8 @@ begin
         v_is_behind := v_head_ids[v_pair] is not null
           and (greatest(v_head_places[v_pair], '0001-01-01 00:00+00'), v_head_ids[v_pair])
             < (greatest(p_places[v_n], '0001-01-01 00:00+00'), p_ids[v_n]);
-        if not v_fits or v_pair = any (v_behind_heavy) or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
+        if not v_fits or v_pair = any (v_behind_heavy)
+          or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
           or v_keys.keys[v_pair] = p_from[v_n] and v_pair = any (v_back)
           or v_keys.keys[v_pair] <> p_from[v_n] and v_is_behind then
           v_shut := v_pair;
