@@ -9,12 +9,12 @@ import dataclasses
 import datetime as dt
 import enum
 import json
-import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypedDict, TypeVar
 
-from pgdefer.checks import check_number
+from pgdefer.checks import MAX_INTEGER, check_number
 from pgdefer.errors import EncodeError
 
 __all__ = ["DeferOptions", "RecurringOptions", "Retry", "TaskOptions", "interval_text"]
@@ -79,7 +79,7 @@ class Retry:
         for name in ("max_attempts", "max_crashes"):
             most = getattr(self, name)
             if most is not None and most is not _Unset.UNSET:
-                check_number(f"Retry: {name}", most, int, at_least=1)
+                check_number(f"Retry: {name}", most, int, at_least=1, at_most=_MOST)
         for name, allowed in (
             ("backoff", ("constant", "linear", "exponential")),
             ("on_crash", ("retry", "fail")),
@@ -88,14 +88,18 @@ class Retry:
             if value is not None and value not in allowed:
                 shown = ", ".join(map(repr, allowed))
                 raise ValueError(f"Retry: {name} must be one of {shown}, not {value!r}")
-        for name in ("base", "cap", "first"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, dt.timedelta):
-                raise TypeError(f"Retry: {name} must be a timedelta, not {value!r}")
-        for name in ("factor", "jitter", "wait", "linear_wait", "exponential_wait"):
-            _check_finite(f"Retry: {name}", getattr(self, name))
-        if self.jitter is not None and not 0 <= self.jitter <= 1:
-            raise ValueError(f"Retry: jitter must be from 0 to 1, not {self.jitter}")
+        for name in _DELAYS:
+            checked_interval(f"Retry: {name}", getattr(self, name))
+        for name in ("factor", "jitter", *_OF_PROCRASTINATE):
+            if (value := getattr(self, name)) is not None:
+                most = 1 if name == "jitter" else sys.float_info.max
+                check_number(f"Retry: {name}", value, (int, float), at_least=0, at_most=most)
+        mixed = [
+            [name for name in kind if getattr(self, name) is not None]
+            for kind in (_OF_PROCRASTINATE, ("backoff", "factor", *_DELAYS))
+        ]
+        if all(mixed):
+            raise ValueError(f"Retry: {mixed[0][0]} and {mixed[1][0]} exclude each other")
 
     def as_options(self) -> dict[str, Any]:
         """Return the policy in the form of queue.backoff."""
@@ -105,13 +109,18 @@ class Retry:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None and value is not _Unset.UNSET:
-                policy[field.name] = interval_text(value) if field.type == _DELAY else value
+                policy[field.name] = interval_text(value) if field.name in _DELAYS else value
         return policy
 
 
-_DELAY = "dt.timedelta | None"
-# PostgreSQL reads the hours of an interval as 32 bits.
-_TOO_LONG = dt.timedelta(hours=2**31)
+_DELAYS = ("base", "cap", "first")
+_OF_PROCRASTINATE = ("wait", "linear_wait", "exponential_wait")
+# What the database takes: of attempts and limits, of intervals (4,000 of its years, which have 12
+# months of 30 days), and of times.
+_MOST = 999_999_999
+_LONGEST = dt.timedelta(days=4000 * 12 * 30)
+_FIRST = dt.datetime(1, 1, 3, tzinfo=dt.UTC)
+_LAST = dt.datetime.max.replace(tzinfo=dt.UTC)
 
 RetryPolicy = Retry | int | Mapping[str, Any]
 
@@ -201,17 +210,7 @@ ARGUMENTS = frozenset(
         "concurrency_limit",
     }
 )
-NUMBERS = frozenset({"priority", "concurrency_limit"})
 _NO_ARGUMENTS: dict[str, Any] = dict.fromkeys((*sorted(ARGUMENTS), "options"))
-
-
-def _check_finite(name: str, value: object) -> None:
-    if value is None:
-        return
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, not {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, not {value}")
 
 
 def interval_text(value: dt.timedelta) -> str:
@@ -233,8 +232,8 @@ def checked_interval(name: str, value: object) -> str | None:
         return None
     if not isinstance(value, dt.timedelta):
         raise TypeError(f"{name} must be a timedelta, not {value!r}")
-    if abs(value) >= _TOO_LONG:
-        raise ValueError(f"{name} is out of range: {value}")
+    if not dt.timedelta(0) <= value <= _LONGEST:
+        raise ValueError(f"{name} must be from 0 to 4,000 years, not {value}")
     return interval_text(value)
 
 
@@ -265,6 +264,8 @@ def checked_time(name: str, value: object) -> str | None:
         raise TypeError(f"{name} must be a datetime, not {value!r}")
     if value.tzinfo is None:
         raise ValueError(f"{name} has no time zone: {value!r}")
+    if not _FIRST <= value <= _LAST:
+        raise ValueError(f"{name} must be in the years 1 to 9999 in UTC, not {value}")
     return value.isoformat()
 
 
@@ -309,14 +310,23 @@ def limit_of_semaphore(key: str, slots: int | None) -> dict[str, Any]:
     return {"concurrency_key": literal(key), "concurrency_limit": max(slots or 1, 1)}
 
 
+# What an interval of 0 would not be, and what it is left out for.
+_LEFT_OUT = {"timeout": "no limit", "unique_for": "1 day"}
+
+
 def checked_option(name: str, value: Any) -> Any:
     """Return one option in JSON's types."""
-    convert = _number if name in NUMBERS else _CONVERSIONS.get(name)
+    convert = _CONVERSIONS.get(name)
     if convert is not None:
         return convert(name, value)
     match value:
         case dt.timedelta():
-            return checked_interval(name, value)
+            text = checked_interval(name, value)
+            if name in _LEFT_OUT and not value:
+                raise ValueError(
+                    f"{name} must be longer than 0: leave it out for {_LEFT_OUT[name]}"
+                )
+            return text
         case dt.datetime():
             return checked_time(name, value)
     return value
@@ -333,27 +343,39 @@ def _policy(name: str, value: object) -> dict[str, Any]:
     if isinstance(value, Retry):
         return value.as_options()
     if isinstance(value, int) and not isinstance(value, bool):
-        return {"max_attempts": value}
+        return {"max_attempts": _number(name, value, 1, _MOST)}
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a number of attempts or a Retry(...), not {value!r}")
     known = [field.name for field in dataclasses.fields(Retry)]
     if unknown := sorted(map(str, value.keys() - set(known))):
         raise TypeError(f"{name} has no {', '.join(unknown)}: it has {', '.join(known)}")
-    return dict(value)
+    return _policy_of_mapping(value)
 
 
-def _number(name: str, value: object) -> int:
+def _policy_of_mapping(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a policy whose delays may be seconds, or text that the database reads."""
+    policy, rest = dict(value), {"max_attempts": None, **value}
+    for name in _DELAYS:
+        match rest.get(name):
+            case str():
+                del rest[name]
+            case int() | float() as seconds:
+                check_number(f"Retry: {name}", seconds, (int, float), at_least=0)
+                del rest[name]
+            case dt.timedelta() as delay:
+                policy[name] = checked_interval(f"Retry: {name}", delay)
+    Retry(**rest)
+    return policy
+
+
+def _number(
+    name: str, value: object, least: int = -MAX_INTEGER - 1, most: int = MAX_INTEGER
+) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, not {value!r}")
-    if not -(2**31) <= value < 2**31:
-        raise ValueError(f"{name} must fit into 32 bits, not {value}")
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be from {least} to {most}, not {value}")
     return value
-
-
-def _count(name: str, value: object) -> int:
-    if (number := _number(name, value)) < 0:
-        raise ValueError(f"{name} must not be negative, but is {number}")
-    return number
 
 
 def _by_outcome(name: str, value: object) -> object:
@@ -368,16 +390,24 @@ def _limits(name: str, value: object) -> list[dict[str, Any]]:
         raise TypeError(f"{name} must be a list of mappings, not {value!r}: give [{shown}]")
     limits = [checked_mapping(f"each item of {name}", item) for item in as_list(name, value)]
     for limit in limits:
+        numbers = [("limit", limit.get("limit")), ("weight", limit.get("weight"))]
         rate = limit.get("rate")
-        if isinstance(rate, Mapping) and isinstance(rate.get("per"), dt.timedelta):
-            limit["rate"] = {**rate, "per": checked_interval("per", rate["per"])}
+        if isinstance(rate, Mapping):
+            numbers.append(("the rate's limit", rate.get("limit")))
+            if isinstance(rate.get("per"), dt.timedelta):
+                limit["rate"] = {**rate, "per": checked_interval(f"{name}: per", rate["per"])}
+        for what, number in numbers:
+            if number is not None:
+                _number(f"{name}: {what}", number, 1, _MOST)
     return limits
 
 
 _CONVERSIONS: Mapping[str, Callable[[str, Any], Any]] = {
     "concurrency": _limits,
     "headers": checked_mapping,
-    "max_progress": lambda name, value: None if value is None else _count(name, value),
+    "concurrency_limit": lambda name, value: _number(name, value, 1),
+    "max_progress": lambda name, value: None if value is None else _number(name, value, 0, _MOST),
+    "priority": _number,
     "needs": lambda name, value: [job_id(job) for job in as_list(name, value)],
     "parent": lambda _, value: job_id(value),
     "retain": _by_outcome,

@@ -42,8 +42,8 @@ class AsyncDurableCalls(AsyncStepCalls):
         """
         if not isinstance(until, dt.datetime | dt.timedelta):
             raise TypeError(f"until must be a datetime or a timedelta, not {until!r}")
-        value = checked_option("until", until)
         is_delay = isinstance(until, dt.timedelta)
+        value = checked_option("until", max(until, dt.timedelta(0)) if is_delay else until)
         when = {"at": None, "delay": value} if is_delay else {"at": value, "delay": None}
         async with self._step_async(name, None) as (key, _):
             if key is None:

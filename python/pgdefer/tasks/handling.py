@@ -43,8 +43,6 @@ class Decision:
     def __post_init__(self) -> None:
         checked_time("retry_at", self.retry_at)
         checked_interval("retry_in", self.retry_in)
-        if self.retry_in is not None and self.retry_in < dt.timedelta(0):
-            raise ValueError(f"retry_in must not be negative: {self.retry_in}")
         if self.retry_at is not None and self.retry_in is not None:
             raise ValueError("retry_at and retry_in exclude each other")
         if self.retryable is not None:

@@ -98,6 +98,7 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
         check_task_middleware(name, self.middleware, is_async=self.is_async)
         #: The defaults of its jobs, which are registered in the database.
         self.defaults = JobOptions.of(rest)
+        self.defaults.options_text()  # refuses what JSON can't have, such as NaN
         version = self.versions.latest
         parameters = (
             Parameters.of(function, has_connection=bool(execution.transactional), version=version)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.client
 NOWHERE = "postgresql://nowhere.invalid/x"
 NOW = dt.datetime(2030, 1, 1, tzinfo=dt.UTC)
 HOUR = dt.timedelta(hours=1)
+LATE = dt.datetime.max.replace(tzinfo=dt.timezone(-HOUR))
 
 Call = Callable[[App], Any]
 
@@ -66,6 +67,13 @@ GOOD: dict[str, Call] = {
     "no call": lambda app: app.defer_many([]),
     "a chain": lambda app: app.chain([prepared(app), prepared(app, "Bob", queue="mail")]),
     "a group": lambda app: app.group([prepared(app)]).then(prepared(app, "Cid", priority=5)),
+    "the longest and latest": option(
+        retry=999_999_999,
+        max_progress=999_999_999,
+        timeout=dt.timedelta(days=1440000),
+        scheduled_at=dt.datetime(1, 1, 3, tzinfo=dt.UTC),
+        deadline=dt.datetime.max.replace(tzinfo=dt.UTC),
+    ),
     "its needs": lambda app: option(needs=[call("first")(app)])(app),
 }
 
@@ -102,6 +110,19 @@ BAD: dict[str, Call] = {
     "one wrong call of many": lambda app: app.get("greet").defer_many([{"name": "A"}, {"nam": 1}]),  # type: ignore[attr-defined]
     "calls that are none": lambda app: app.defer_many(["greet"]),  # type: ignore[list-item]
     "unknown keys of retry": option(retry={"attempts": 3}),
+    "a number of retry": option(retry={"max_attempts": 0}),
+    "a policy of two kinds": option(retry={"wait": 1, "base": HOUR}),
+    "a retry too often": option(retry=2**31),
+    "no limit": option(concurrency_key="c", concurrency_limit=0),
+    "a limit in concurrency": option(concurrency=[{"key": "c", "limit": 10**9}]),
+    "a negative delay": option(delay=-HOUR),
+    "a delay too long": option(delay=dt.timedelta(days=1440000, microseconds=1)),
+    "no time at all": option(timeout=dt.timedelta(0)),
+    "unique for no time": option(idempotency_key="a", unique_for=dt.timedelta(0)),
+    "too much progress": option(max_progress=10**9),
+    "a time too early": option(scheduled_at=dt.datetime(1, 1, 2, tzinfo=dt.UTC)),
+    "a deadline too early": option(deadline=dt.datetime.min.replace(tzinfo=dt.UTC)),
+    "a time too late": option(expires_at=LATE),
     "a time as text": option(scheduled_at="tomorrow"),
     "retain of no outcome": option(retain={"done": HOUR}),
 }
@@ -123,16 +144,10 @@ ONLY_THE_DATABASE: dict[str, tuple[str, Call]] = {
         option(lock="c:{customer}"),
     ),
     "a key without limit": ("a `concurrency_key` without a limit", option(concurrency_key="c")),
-    "no limit": ("limits below 1", option(concurrency_key="c", concurrency_limit=0)),
-    "a negative delay": ("negative intervals", option(delay=-HOUR)),
-    "no time at all": ("a `timeout` of 0", option(timeout=dt.timedelta(0))),
     "unique for nothing": ("`unique_for` without a key", option(unique_for=HOUR)),
     "an unknown group": ("a group that is not open", option(group="none")),
     "keys of concurrency": ("the contents of `concurrency`", option(concurrency=[{"kee": 1}])),
-    "keys of retry": (
-        "and values in `retry` given as a mapping",
-        option(retry={"max_attempts": 0}),
-    ),
+    "NUL in headers": ("contain NUL", option(headers={"a": "\0"})),
 }
 
 

@@ -118,7 +118,7 @@ def test_options_of_an_app(options: Any, kind: type[Exception], message: str) ->
         ({"max_progress": "x"}, TypeError, "max_progress must be an int, not 'x'"),
         ({"max_progress": True}, TypeError, "max_progress must be an int, not True"),
         ({"max_progress": math.nan}, TypeError, "max_progress must be an int, not nan"),
-        ({"max_progress": -1}, ValueError, "max_progress must not be negative, but is -1"),
+        ({"max_progress": -1}, ValueError, "max_progress must be from 0 to 999999999, not -1"),
         ({"lock": "a\ud800"}, ValueError, r"lock is no text, but half of a character: 'a\\ud800'"),
         ({"share": "{x}"}, ValueError, r"share names \{x\}, which is no argument: it takes none"),
         ({"group": "{x}"}, ValueError, r"group names \{x\}, which is no argument: it takes none"),
@@ -503,7 +503,7 @@ async def test_arguments_of_a_job(app: App) -> None:
     for wrong, kind, message in (
         ("high", TypeError, "priority must be an int, not 'high'"),
         (True, TypeError, "priority must be an int, not True"),
-        (2**31, ValueError, "priority must fit into 32 bits"),
+        (2**31, ValueError, "priority must be from -2147483648 to 2147483647"),
     ):
         number: Any = wrong
         with pytest.raises(kind, match=message):
