@@ -68,6 +68,7 @@ class Registration:
         self._has_work = has_work
         self._name = name
         self._queues = queues
+        self._max_running = slots[0].max_running or {}
         self._info = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -132,7 +133,16 @@ class Registration:
         known: set[object] = {"default"}
         known.update(task.defaults.arguments.get("queue") for task in registry.tasks.values())
         known.update(schedule.options.get("queue") for schedule in registry.schedules.values())
-        names = [name for name in self._queues or () if name not in known and name[-1] != "*"]
+        limited = []
+        for name in self._max_running:
+            if any(_overlap(name, queue) for queue in self._queues or ["*"]):
+                limited.append(name)
+            else:
+                log.warning(
+                    "max_running limits the queue %r, which this worker does not serve", name
+                )
+        listed = dict.fromkeys([*(self._queues or ()), *limited])
+        names = [name for name in listed if name not in known and name[-1] != "*"]
         if not names:
             return
         try:
@@ -186,6 +196,16 @@ class Registration:
         await self._state.pause(delays.next())
         if self._state.must_stop_at_once.is_set():
             raise Refused(describe(error)) from error
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether a queue may have both names, each of which may be a pattern."""
+    if other.endswith("*"):
+        one, other = other, one
+    if not one.endswith("*"):
+        return one == other
+    start, rest = one[:-1], other.removesuffix("*")
+    return rest.startswith(start) or (other != rest and start.startswith(rest))
 
 
 def raise_fatal(error: psycopg.Error) -> None:

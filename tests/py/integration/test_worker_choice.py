@@ -75,6 +75,24 @@ async def test_queues_that_nobody_knows(
     assert said == ["the queue 'tpyo' is new or misspelt: no job was ready in it, no task names it"]
 
 
+async def test_limits_of_queues_that_nobody_knows(
+    app: App, caplog: pytest.LogCaptureFixture
+) -> None:
+    app.create_queue("created")
+    await Worker(app, max_running={"created": 1, "prefix*": 2, "tpyo": 3}, drain=True).run_async()
+    limits = {"created": 1, "creat*": 1, "made": 1, "made too": 1, "other": 2, "oth*": 2, "tpyo": 1}
+    queues = ["created", "made*", "tpyo"]
+    await Worker(app, queues, max_running=limits, drain=True).run_async()
+    new = "the queue {!r} is new or misspelt: no job was ready in it, no task names it"
+    unserved = "max_running limits the queue {!r}, which this worker does not serve"
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
+        new.format("tpyo"),
+        unserved.format("other"),
+        unserved.format("oth*"),
+        *(new.format(name) for name in ("tpyo", "made", "made too")),
+    ]
+
+
 async def test_at_most_so_many_of_a_queue(app: App, jobs: Jobs) -> None:
     running_now: dict[str, int] = {}
     most: dict[str, int] = {}
