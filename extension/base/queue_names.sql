@@ -8,6 +8,17 @@ begin
   return p_queue = p_pattern or right(p_pattern, 1) = '*' and starts_with(p_queue, left(p_pattern, -1));
 end $$;
 
+-- Raises: 22023 unless it is a list of names and patterns, or NULL. With * among them nothing else counts.
+create or replace function queue._check_asked(p_queues text[])
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if '*' = any (p_queues) is not true and (p_queues = '{}' or array_ndims(p_queues) > 1
+    or array_position(p_queues, null) is not null or '' = any (p_queues)) then
+    perform queue._invalid('queues is empty or contains NULL',
+      'Name queues, prefix* patterns or *; pass NULL for all.');
+  end if;
+end $$;
+
 -- The queues that a list of names and patterns selects among those that may have ready jobs; NULL means all.
 -- Raises: 22023.
 create or replace function queue._match_queues(p_queues text[])
@@ -15,11 +26,8 @@ returns text[] language plpgsql stable parallel safe security invoker as $$
 begin
   if '*' = any (p_queues) then
     return null;
-  elsif p_queues = '{}' or array_ndims(p_queues) > 1 or array_position(p_queues, null) is not null
-    or '' = any (p_queues) then
-    perform queue._invalid('queues is empty or contains NULL',
-      'Name queues, prefix* patterns or *; pass NULL for all.');
   end if;
+  perform queue._check_asked(p_queues);
   if not exists (select from unnest(p_queues) q where right(q, 1) = '*') then
     return p_queues;
   end if;

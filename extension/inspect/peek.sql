@@ -11,7 +11,7 @@ declare
   v_hidden jsonb;
 begin
   perform queue._check_are_few(peek.queues);
-  perform queue._match_queues(peek.queues) where peek.queues is not null;
+  perform queue._check_asked(peek.queues);
   {{if_restricted}}
     queues := queue._narrow_queues('{worker,operator,reader}', queues);
   end if;

@@ -2236,6 +2236,17 @@ begin
   return p_queue = p_pattern or right(p_pattern, 1) = '*' and starts_with(p_queue, left(p_pattern, -1));
 end $$;
 
+-- Raises: 22023 unless it is a list of names and patterns, or NULL. With * among them nothing else counts.
+create or replace function queue._check_asked(p_queues text[])
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if '*' = any (p_queues) is not true and (p_queues = '{}' or array_ndims(p_queues) > 1
+    or array_position(p_queues, null) is not null or '' = any (p_queues)) then
+    perform queue._invalid('queues is empty or contains NULL',
+      'Name queues, prefix* patterns or *; pass NULL for all.');
+  end if;
+end $$;
+
 -- The queues that a list of names and patterns selects among those that may have ready jobs; NULL means all.
 -- Raises: 22023.
 create or replace function queue._match_queues(p_queues text[])
@@ -2243,11 +2254,8 @@ returns text[] language plpgsql stable parallel safe security invoker as $$
 begin
   if '*' = any (p_queues) then
     return null;
-  elsif p_queues = '{}' or array_ndims(p_queues) > 1 or array_position(p_queues, null) is not null
-    or '' = any (p_queues) then
-    perform queue._invalid('queues is empty or contains NULL',
-      'Name queues, prefix* patterns or *; pass NULL for all.');
   end if;
+  perform queue._check_asked(p_queues);
   if not exists (select from unnest(p_queues) q where right(q, 1) = '*') then
     return p_queues;
   end if;
@@ -16736,7 +16744,7 @@ begin
     return null;  -- all were to be claimed ahead
   end if;
   perform queue._check_worker_limits(v_limits);
-  perform queue._match_queues(p_queues) where p_queues is not null;  -- for its errors
+  perform queue._check_asked(p_queues);
   if not queue._lock_admission(p_may_wait) then
     return null;
   elsif not exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) then
@@ -20871,7 +20879,7 @@ declare
   v_hidden jsonb;
 begin
   perform queue._check_are_few(peek.queues);
-  perform queue._match_queues(peek.queues) where peek.queues is not null;
+  perform queue._check_asked(peek.queues);
   if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     queues := queue._narrow_queues('{worker,operator,reader}', queues);
   end if;

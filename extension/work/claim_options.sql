@@ -28,7 +28,7 @@ begin
     return null;  -- all were to be claimed ahead
   end if;
   perform queue._check_worker_limits(v_limits);
-  perform queue._match_queues(p_queues) where p_queues is not null;  -- for its errors
+  perform queue._check_asked(p_queues);
   if not queue._lock_admission(p_may_wait) then
     return null;
   elsif not exists (select from queue.worker w where w.id = p_worker and w.gone_at is null) then
