@@ -1642,7 +1642,7 @@ left join (select aj.id, aj.claim from queue.active_job aj where aj.claim is not
 group by m.lock;
 comment on view queue.locks is
   'Locks with unfinished jobs: the job that runs or comes next, how many run (at most one) and how many'
-    ' wait.';
+    ' wait. New jobs, which no fetch has looked at yet, do not count.';
 
 create view queue.semaphores as
 select case left(s.key, 1) when 'k' then 'concurrency_key' when 'm' then 'lock' else 'queue' end as kind,
@@ -1657,7 +1657,8 @@ from (select distinct on (s.key) s.key, s.slots, s.used, s.ready, s.waiting, s.r
 comment on view queue.semaphores is
   'Concurrency keys, mutex locks and the max_running of queues: the limit, how much of it running jobs'
     ' use (or jobs with several keys have reserved) and ready jobs ask for, and how many jobs wait; of a'
-    ' queue, only the limit and how many run. The rate is rate_limit starts per rate_per.';
+    ' queue, only the limit and how many run. The rate is rate_limit starts per rate_per. New jobs, which no'
+    ' fetch has looked at yet, do not count.';
 
 -- waiting: how far a share's next tag lies ahead of the first ready (or waiting) job, in turns.
 create view queue.shares as
@@ -1711,7 +1712,7 @@ comment on view queue.shares is
   'Shares with ready jobs, or jobs that wait for slots, or that started within the last minute, by queue and'
     ' priority; an empty share is that of the jobs without one. waiting: about how many such jobs it has, as'
     ' far as its turns show. started: its starts in the last minute, among at most 10,000 that run and'
-    ' 10,000 that have ended.';
+    ' 10,000 that have ended. New jobs, which no fetch has looked at yet, do not count.';
 
 create view queue.schedules as
 select s.name, s.cron, s.timezone, s.task,
