@@ -117,9 +117,22 @@ begin
 end
 $pgdefer_guard$;
 """
+# Two sessions may run the plain file at once. The second waits here for the end of the first: for a
+# new schema's name, or else for the lock that a comment takes, which only the schema's owner gets.
+PLAIN_SCHEMA = """\
+do $pgdefer_schema$
+begin
+  create schema if not exists queue;
+exception when unique_violation then
+  null;  -- the other session has made it
+end
+$pgdefer_schema$;
+"""
 PLAIN_GUARD = """\
 do $pgdefer_guard$
 begin
+  execute pg_catalog.format('comment on schema queue is %L',
+    pg_catalog.obj_description('queue'::pg_catalog.regnamespace, 'pg_namespace'));
   if exists (
     select from pg_catalog.pg_extension e where e.extname operator(pg_catalog.=) 'pgdefer')
   then
@@ -447,7 +460,7 @@ def as_plain(script: str) -> str:
         "begin;\n\n"
         "set local check_function_bodies = off;\n"
         "set local client_min_messages = warning;\n\n"
-        f"create schema if not exists queue;\n\n{body.strip()}\n\n"
+        f"{PLAIN_SCHEMA}\n{body.strip()}\n\n"
         "select queue.install();\n\ncommit;\n"
     )
 

@@ -445,6 +445,42 @@ def test_a_large_index_is_left_to_the_operator(
     assert notices == []
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_two_who_run_the_plain_file_at_once(
+    blank: psycopg.Connection, blank_dsn: str, is_there: bool
+) -> None:
+    """The second waits for the first, and then finds nothing to do."""
+    script = install.plain_script().encode()
+    if is_there:
+        with blank.transaction():
+            blank.execute(script)
+        blank.execute("comment on schema queue is 'ours'")
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with psycopg.connect(blank_dsn) as connection:
+                connection.execute(script)
+        except BaseException as error:
+            errors.append(error)
+
+    second = threading.Thread(target=run)
+    with psycopg.connect(blank_dsn) as connection:
+        connection.execute(script)
+        second.start()
+        while second.is_alive() and not blank.execute(
+            "select from pg_stat_activity where cardinality(pg_blocking_pids(pid)) > 0"
+            " and datname = current_database()"
+        ).rowcount:
+            pass
+    second.join()
+    assert errors == []
+    row = blank.execute(
+        "select tables, obj_description('queue'::regnamespace, 'pg_namespace') from queue.version()"
+    ).fetchone()
+    assert row == (install.offered_version(), "ours" if is_there else None)
+
+
 def test_two_who_upgrade_at_once(server: EmbeddedServer, releases: Releases) -> None:
     create_database(server, "upgraded_twice")
     dsn = make_conninfo(server.dsn("upgraded_twice"))
