@@ -118,7 +118,15 @@ def test_a_silent_shard_is_waited_for_once(cluster: Cluster, dsns: dict[str, str
             (1, ["check", *a], "shard c: can't be reached"),
             (0, ["move", *a, "5", "b"], "0 jobs moved"),
             (Exit.USAGE, ["stay", *a, "5"], "does not leave"),
+            (Exit.UNREACHABLE, ["move", *a, "5", "c"], "shard c: can't be reached"),
+            (Exit.UNREACHABLE, ["move", *a, "1023", "b"], "shard c: can't be reached"),
+            (Exit.UNREACHABLE, ["stay", *a, "1023"], "shard c: can't be reached"),
             (0, ["add", *a, "b", dsns["b"]], "shard c can't be reached"),
         ):
             assert expected in said(code, *arguments)
             assert len(list(connections(server))) == 1, arguments
+        limit = "select max_running from queue.queues where name = 'mail'"
+        with pytest.raises(psycopg.OperationalError, match="shard c: can't be reached"):
+            cluster.split("mail", 9)
+        assert len(list(connections(server))) == 1
+        assert rows(dsns["a"], limit) == rows(dsns["b"], limit) == []

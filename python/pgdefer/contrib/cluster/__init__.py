@@ -105,6 +105,7 @@ class Cluster(Deferring, AsyncDeferring):
                 f"there is no shard {to!r}",
                 hint=f"The map has {', '.join(sorted(self.map.shards))}. Add the shard first.",
             )
+        _must_answer([source, to], wrong)
         self._tell(found, wrong)  # ends moves that are over, as one without its last step
         done = move(self.map, slot, (source, to), patience=patience, started=started)
         if done.is_done:
@@ -117,6 +118,7 @@ class Cluster(Deferring, AsyncDeferring):
         _check_slot(slot)
         found, wrong = self.learn()
         source = self._owner(slot)
+        _must_answer([source], wrong)
         self.app_of(source).client.call(sql.STAY, {"slot": slot})
         self.refresh(source)
         self._tell(found, wrong)
@@ -183,14 +185,16 @@ class Cluster(Deferring, AsyncDeferring):
     def split(self, queue: str, max_running: int) -> dict[str, int]:
         """Divide a queue's limit among the shards, at least 1 each; return the parts.
 
+        Raises OperationalError if a shard does not answer; then all keep their limits.
         No shard lends its part to another: one with few jobs leaves its part unused.
         """
         check_text("queue", queue, "mail")
         check_number("max_running", max_running, int, at_least=1)
-        self.learn()
+        _, wrong = self.learn()
         names = sorted(self.map.shards)
         if max_running < len(names):
             raise ValueError(f"a limit of {max_running} can't be divided among {len(names)} shards")
+        _must_answer(names, wrong)
         whole, rest = divmod(max_running, len(names))
         parts = {name: whole + (number < rest) for number, name in enumerate(names)}
         for name, part in parts.items():
@@ -236,6 +240,13 @@ def _check_slot(slot: object) -> None:
         raise InvalidParameter(
             f"there is no slot {slot}", hint=f"Slots are 0 to {SLOTS - 1}: shard_of(key)."
         )
+
+
+def _must_answer(names: Iterable[str], wrong: Mapping[str, str]) -> None:
+    """Raise OperationalError if one of these shards has not answered: do not wait for it again."""
+    for name in names:
+        if name in wrong:
+            raise psycopg.OperationalError(f"shard {name}: {wrong[name]}")
 
 
 def _map_of(app: App) -> Mapping[str, Any] | str:
