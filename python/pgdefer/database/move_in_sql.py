@@ -51,10 +51,14 @@ _PROCRASTINATE = """
 
 PROCRASTINATE_NEXT = Statement(f"select min(j.id) as id {_PROCRASTINATE}")
 
-# Some of them, in the order of their ids.
+# Some of them, in the order of their ids. A time that never comes, such as infinity, is none here:
+# the job is held. One that has always been over is none either.
 PROCRASTINATE = Statement(f"""
     with picked as materialized (
-      select j.* {_PROCRASTINATE} order by j.id limit cast(:most as bigint)),
+      select j.*, coalesce(j.scheduled_at >= '10000-01-01 UTC', false) as is_never,
+        case when j.scheduled_at >= '0001-01-03 UTC' and j.scheduled_at < '10000-01-01 UTC'
+          then j.scheduled_at end as at
+      {_PROCRASTINATE} order by j.id limit cast(:most as bigint)),
     made as materialized (
       select * from queue.defer_many((
         select coalesce(jsonb_agg(jsonb_strip_nulls(jsonb_build_object(
@@ -62,10 +66,10 @@ PROCRASTINATE = Statement(f"""
             'lock', coalesce(replace(replace(p.lock, '{{', '{{{{'), '}}', '}}}}'), ''),
             'queueing_lock',
             coalesce(replace(replace(p.queueing_lock, '{{', '{{{{'), '}}', '}}}}'), ''),
-            'scheduled_at', p.scheduled_at,
+            'scheduled_at', p.at,
             'options', cast(cast(:options as text) as jsonb) || jsonb_build_object(
-              'on_conflict', 'ignore',
-              'delay', case when p.scheduled_at is null then 0 end,
+              'on_conflict', 'ignore', 'held', p.is_never,
+              'delay', case when p.at is null then 0 end,
               'headers', jsonb_build_object('procrastinate',
                 jsonb_build_object('id', p.id, 'attempts', p.attempts)))))
           || jsonb_build_object('args', p.args) order by p.id), '[]')

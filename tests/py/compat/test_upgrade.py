@@ -468,10 +468,13 @@ def test_two_who_run_the_plain_file_at_once(
     with psycopg.connect(blank_dsn) as connection:
         connection.execute(script)
         second.start()
-        while second.is_alive() and not blank.execute(
-            "select from pg_stat_activity where cardinality(pg_blocking_pids(pid)) > 0"
-            " and datname = current_database()"
-        ).rowcount:
+        while (
+            second.is_alive()
+            and not blank.execute(
+                "select from pg_stat_activity where cardinality(pg_blocking_pids(pid)) > 0"
+                " and datname = current_database()"
+            ).rowcount
+        ):
             pass
     second.join()
     assert errors == []

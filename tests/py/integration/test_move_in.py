@@ -53,6 +53,26 @@ values
 """
 
 
+def test_times_that_never_come(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
+    conn.execute(TABLES)
+    conn.execute("delete from procrastinate_jobs")
+    conn.execute("""select queue.register_task(t, '{"held": true, "delay": "1 h"}')
+        from unnest(array['now', 'never']) t""")
+    conn.execute(
+        "insert into procrastinate_jobs (queue_name, task_name, scheduled_at)"
+        " select 'mail', 'now', t::timestamptz"
+        " from unnest(array['-infinity', '4000-01-01 BC', '0001-01-01 00:00+00']) t"
+        " union all select 'mail', 'never', t::timestamptz"
+        " from unnest(array['infinity', '10000-01-01 00:00+00']) t"
+        " union all select 'mail', 'later', '9999-12-31 23:00+00'"
+    )
+    assert run("move-in", "procrastinate", "--json").json["scheduled"] == 3
+    expected = {("now", "ready"), ("never", "held"), ("later", "scheduled")}
+    assert {(row["task"], row["state"]) for row in jobs()} == expected
+    (later,) = (row["scheduled_at"] for row in jobs() if row["task"] == "later")
+    assert later.astimezone(dt.UTC).isoformat() == "9999-12-31T23:00:00+00:00"
+
+
 def test_moving_in(run: Run, conn: psycopg.Connection, jobs: Jobs) -> None:
     conn.execute(TABLES)
     conn.execute("select queue.defer('once', queueing_lock => 'q')")
