@@ -9,7 +9,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import psycopg
 
@@ -60,6 +60,9 @@ def module_name(module: str) -> str:
 class Registry:
     """Tasks and schedules, and the client through which they are registered."""
 
+    #: How to have a module imported.
+    imports_in: ClassVar[str] = "App(imports=[...])"
+
     def __init__(self, client: Client, name: str, imports: Iterable[str]) -> None:
         self._client = client
         self.name = name
@@ -108,7 +111,7 @@ class Registry:
         except KeyError:
             raise UnknownTask(
                 f"the task {name!r} isn't known here",
-                hint="Import the module that defines it: App(imports=[...]).",
+                hint=f"Import the module that defines it: {self.imports_in}.",
             ) from None
 
     def import_tasks(self) -> None:
