@@ -5,7 +5,9 @@ Tests: unit/test_threads.py.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -24,6 +26,7 @@ class Interruptible(Generic[T]):
         self._thread: int | None = None
         self._is_over = False
         self._raised: type[BaseException] | None = None
+        self._is_interrupted = False
 
     def interrupt(self, kind: type[BaseException]) -> None:
         """Raise an exception in the call's thread, as soon as that runs Python code.
@@ -32,12 +35,14 @@ class Interruptible(Generic[T]):
         """
         with self._lock:
             if self._thread is not None:
+                self._is_interrupted = True
                 _raise_in(self._thread, kind)
             elif not self._is_over:
                 self._raised = kind
 
     def run(self) -> T:
         """Call the function and return its value. Raises its errors, and that of `interrupt`."""
+        tracing = sys.gettrace()
         try:
             with self._lock:
                 self._thread = threading.get_ident()
@@ -47,6 +52,7 @@ class Interruptible(Generic[T]):
         finally:
             # The exception may be raised in here too, but only once: the next comes much later.
             try:
+                sys.settrace(tracing)  # the function's own is not for what follows, and may raise
                 self._end()
             finally:
                 self._end()
@@ -55,9 +61,19 @@ class Interruptible(Generic[T]):
         """Prevent exceptions from now on: one that has not been raised yet is dropped."""
         with self._lock:
             self._thread, self._is_over = None, True
-            _raise_in(threading.get_ident(), None)
+        if self._is_interrupted:
+            # Put another one in its place and catch that. To take it away only would leave Python
+            # looking for one: slowly, and in 3.11 for ever if a debugger traces the thread.
+            with contextlib.suppress(_Nothing):
+                _raise_in(threading.get_ident(), _Nothing)
+                while True:
+                    pass
 
 
-def _raise_in(thread: int, kind: type[BaseException] | None) -> None:
-    what = None if kind is None else ctypes.py_object(kind)
+class _Nothing(BaseException):
+    """Raised and caught, so that nothing is left to be raised."""
+
+
+def _raise_in(thread: int, kind: type[BaseException]) -> None:
+    what = ctypes.py_object(kind)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)

@@ -211,10 +211,8 @@ def submit(
     """Run a function in a thread; it returns a job's outcome, None if it was too late to begin."""
 
     def work() -> Callable[[], None]:
-        if keeper.is_too_late(claim):
-            return functools.partial(keeper.give_back_unbegun, claim)
         try:
-            ended = function()
+            ended = None if keeper.is_too_late(claim) else function()
         except JobTimeout as error:
             # Raised outside of the handler, before or after it.
             ended = outcome_of(claim.job, claim.failure_policy, error)

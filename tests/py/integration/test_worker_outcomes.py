@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from typing import Any
 
 import psycopg
@@ -95,6 +96,27 @@ async def test_an_outcome_that_cannot_be_stored_spoils_no_other_at_the_end(
         ("succeeded", note),
         ("succeeded", 3),
     ]
+
+
+async def test_a_job_whose_tracing_raises_has_an_outcome(app: App, jobs: Jobs) -> None:
+    """Wherever in the worker's own code a debugger or coverage raises, after the handler."""
+
+    @app.task
+    def task(last: int) -> None:
+        events = iter(range(last))
+
+        def trace(*_: object) -> Any:
+            if next(events, None) is None:
+                raise RuntimeError("the debugger has failed")
+            return trace
+
+        sys.settrace(trace)
+
+    for last in range(150):
+        task.defer(last)
+    async with running(app, concurrency=1):
+        await until(lambda: set(jobs.states().values()) <= {"succeeded", "failed"})
+    assert set(jobs.states().values()) == {"succeeded", "failed"}
 
 
 async def test_an_outcome_for_which_there_is_no_room(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -93,6 +94,32 @@ def test_never_after_the_call() -> None:
     for thread in threads:
         thread.join(60)
     assert spared == [True]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_next_call_may_be_traced(is_late: bool) -> None:
+    """By a debugger or coverage: Python 3.11 hangs there if it expects an exception."""
+    ended: list[object] = []
+
+    def called() -> None: ...
+
+    def traced() -> None:
+        sys.settrace(lambda *_: None)
+        called()
+        sys.settrace(None)
+
+    def run() -> None:
+        call = Interruptible(spin if is_late else lambda: None)
+        with contextlib.suppress(JobTimeout):
+            if is_late:
+                threading.Timer(0.01, call.interrupt, [JobTimeout]).start()
+            call.run()
+        ended.append(Interruptible(traced).run())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert ended == [None]
 
 
 @pytest.mark.parametrize("there_are", [0, 1])
