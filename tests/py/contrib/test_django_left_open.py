@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -305,6 +305,43 @@ def test_a_block_of_a_middleware_is_not_the_handlers(
     assert ends() == [("succeeded", None)] * 3
     assert customers() == ["of 3"]
     assert not [record for record in caplog.records if "connection" in record.getMessage()]
+
+
+@contextlib.asynccontextmanager
+async def around_async(_job: JobContext) -> AsyncIterator[None]:
+    block = transaction.atomic()
+    await sync_to_async(block.__enter__)()
+    yield
+    await sync_to_async(block.__exit__)(None, None, None)
+
+
+@contextlib.asynccontextmanager
+async def around_first(job: JobContext) -> AsyncIterator[None]:
+    """Leave a block open around one job, in which the others have none."""
+    if isinstance(job, BatchJob) and job.args["number"] == 0:
+        await sync_to_async(open_block)()
+        await Order.objects.acreate(customer="lost", total=1)
+    yield
+
+
+@pytest.mark.parametrize("around", [around_async, around_first], ids=lambda way: way.__name__)
+def test_a_block_of_a_middleware_is_not_the_coroutines(
+    app: DjangoApp, drain: Callable[..., None], around: Any
+) -> None:
+    batch_task: Any = app.task
+
+    @batch_task(name="batch", retry=Retry(1), batch=10, middleware=[around])  # type: ignore[untyped-decorator]
+    async def batch(jobs: list[BatchJob[Any]]) -> None:
+        if around is around_async:
+            await Order.objects.acreate(customer=f"of {len(jobs)}", total=1)
+
+    for number in range(3):
+        app.defer("batch", {"number": number})
+    drain(concurrency=10)
+    succeeded = ("succeeded", None)
+    first = ("failed", LOST) if around is around_first else succeeded
+    assert ends() == [first, succeeded, succeeded]
+    assert customers() == (["of 3"] if around is around_async else [])
 
 
 def test_a_transactional_handler_may_leave_no_block(

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import psycopg
 from asgiref.sync import SyncToAsync, ThreadSensitiveContext
@@ -42,6 +42,8 @@ __all__ = ["around_job", "atomic_handler", "atomic_job", "without_connection"]
 
 log = logger("pgdefer.worker")
 
+T = TypeVar("T")
+
 
 def around_job(job: JobContext) -> AbstractContextManager[None] | AbstractAsyncContextManager[None]:
     """Give a handler working connections, and close those that should not be kept.
@@ -66,7 +68,7 @@ def _fresh_connections(job: JobContext) -> Iterator[None]:
         _discard_left(job)
         reset_queries()  # with DEBUG, Django keeps those since a request began
     # In a batch, too: the middleware of another job may have begun one.
-    others = {connection.alias for connection in left_ones()}
+    others = _left()
     renew_connections()
     token = _is_inner.set(True)
     try:
@@ -96,6 +98,11 @@ def _discard_left(job: JobContext, others: Collection[str] = ()) -> None:
             log.debug("a connection could not be closed", exc_info=True)
 
 
+def _left() -> frozenset[str]:
+    """Return the databases on which this thread has a transaction."""
+    return frozenset(connection.alias for connection in left_ones())
+
+
 def _lost(others: Collection[str] = ()) -> list[str]:
     """Return the databases on which this thread has a transaction that may have written."""
     lost = [one.alias for one in left_ones() if one.alias not in others and loses_writes(one)]
@@ -117,11 +124,16 @@ _PATIENCE = 1.0
 class _OwnThread:
     """Does the same as asgiref's ThreadSensitiveContext, and closes the thread's connections.
 
-    All jobs of a batch have the thread of the first one, and one check of it. A job of an
-    asynchronous stream enters it by `with`, which can't wait for that check.
+    All jobs of a batch have the thread of the first one, and one check of it, if no middleware of
+    an earlier job has begun a transaction. A job of an asynchronous stream enters it by `with`,
+    which can't wait for that check.
     """
 
-    _found: list[str] | None = None
+    _is_stuck = False
+
+    def __init__(self) -> None:
+        # What is lost, by the transactions that there were before.
+        self._found: dict[frozenset[str], list[str]] = {}
 
     def __enter__(self) -> None:
         self._context = ThreadSensitiveContext()
@@ -148,24 +160,27 @@ class _OwnThread:
         with self if first is self else contextlib.nullcontext():
             token = _first.set(first)
             try:
+                others = await first._ask_thread(_left) or frozenset()
                 yield
-                if first._found is None:
-                    first._found = await first._ask_thread()
-                _check_none_is_lost(first._found)
+                if others not in first._found:
+                    lost = functools.partial(_lost, others)
+                    first._found[others] = await first._ask_thread(lost) or []
+                _check_none_is_lost(first._found[others])
             finally:
                 _first.reset(token)
 
-    async def _ask_thread(self) -> list[str]:
-        """Ask it what is lost, for a while: it may still run code that was not awaited."""
+    async def _ask_thread(self, question: Callable[[], T]) -> T | None:
+        """Ask it, for a while, as it may still run code that was not awaited; None: no answer."""
         executor = SyncToAsync.context_to_thread_executor.get(self._context)
-        if executor is None:
-            return []
-        asked = asyncio.wrap_future(executor.submit(_lost))
+        if executor is None or self._is_stuck:
+            return None
+        asked = asyncio.wrap_future(executor.submit(question))
         done, _ = await asyncio.wait([asked], timeout=_PATIENCE)
         if done:
             return asked.result()
         asked.cancel()
-        return []
+        self._is_stuck = True
+        return None
 
 
 # That of the first job of the same call.
