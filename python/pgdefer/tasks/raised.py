@@ -32,6 +32,8 @@ def suspension(error: BaseException | None, steps: Steps) -> JobSuspended | None
     Once a call has ended the claim, the calls beside it may raise ClaimLost. The one that a failed
     step has caused comes first.
     """
+    if error is None:  # as in most calls
+        return None
     found = list(_members(error))
     suspended = [one for one in found if isinstance(one, JobSuspended)]
     others = [one for one in found if not isinstance(one, JobSuspended)]
@@ -41,11 +43,11 @@ def suspension(error: BaseException | None, steps: Steps) -> JobSuspended | None
     return suspended[0] if suspended and not others else None
 
 
-def _members(error: BaseException | None) -> Iterator[BaseException]:
+def _members(error: BaseException) -> Iterator[BaseException]:
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
             yield from _members(one)
-    elif error is not None:
+    else:
         yield error
 
 
