@@ -119,7 +119,8 @@ end $$;
 -- Of each queue, the most urgent heavy job that is the first in a line of these keys, and does not fit yet.
 -- Jobs of its queue and key with a lower priority wait for it. Otherwise light ones could take each slot that
 -- becomes free, and the heavy one would never start.
--- Why no wake-up is lost: when it starts, or leaves queue.waiting, the key goes to _refill, as it has a weight.
+-- Why no wake-up is lost: when it starts, or leaves queue.waiting, the key goes to _refill, because it has a
+-- weight.
 create or replace function queue._heavy_firsts(p_keys text[])
 returns table (key text, queue text, priority integer, id bigint)
 language plpgsql stable parallel safe security invoker rows 1 as $$

@@ -7481,7 +7481,8 @@ end $$;
 -- Of each queue, the most urgent heavy job that is the first in a line of these keys, and does not fit yet.
 -- Jobs of its queue and key with a lower priority wait for it. Otherwise light ones could take each slot that
 -- becomes free, and the heavy one would never start.
--- Why no wake-up is lost: when it starts, or leaves queue.waiting, the key goes to _refill, as it has a weight.
+-- Why no wake-up is lost: when it starts, or leaves queue.waiting, the key goes to _refill, because it has a
+-- weight.
 create or replace function queue._heavy_firsts(p_keys text[])
 returns table (key text, queue text, priority integer, id bigint)
 language plpgsql stable parallel safe security invoker rows 1 as $$
@@ -15021,7 +15022,7 @@ comment on function queue.prune(integer, text, interval) is
     ' removes at most 10,000 jobs, and ends after about a second, because workers wait for it meanwhile: call'
     ' it again, each time in a new transaction, until it returns 0. With a state it removes jobs in that'
     ' state that finished at least older_than ago, whatever their retention.'
-    ' Jobs that unfinished jobs need are kept, and those that an unfinished job with steps has deferred. If'
+    ' Jobs that unfinished jobs need are kept, and the children of jobs that run or have steps. If'
     ' an uncommitted job names a removed one as a need, the old state counts. State audit: it removes rows of'
     ' queue.audit of at least that age; only the owner may do this.';
 
@@ -15168,7 +15169,8 @@ begin
   return cardinality(v_ids);
 end $$;
 
--- Whether an unfinished job needs this one, or may await it: as the child of a job with steps.
+-- Whether an unfinished job needs this one, or may await it: as the child of a job with steps, or of one that
+-- runs, and so may be in its first step.
 create or replace function queue._is_needed(p_id bigint)
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
@@ -15178,7 +15180,9 @@ begin
   return found or exists (
     select from queue.job j
     cross join lateral (select (j.options ->> 'parent')::bigint as id) p
-    where j.id = p_id and p.id is not null and exists (select from queue.step s where s.job_id = p.id)
+    where j.id = p_id and p.id is not null
+      and (exists (select from queue.step s where s.job_id = p.id)
+        or exists (select from queue.active_job aj where aj.id = p.id and aj.claim is not null))
       and not exists (select from queue.finished f where f.id = p.id));
 end $$;
 

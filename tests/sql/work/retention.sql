@@ -1,6 +1,6 @@
 -- Retention: from completion, by state, queue, task and job; needed jobs stay; locked ones are skipped.
 
-select plan(78);
+select plan(80);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -264,5 +264,18 @@ delete from queue.finished f where f.id in (select f.id from queue.finished f wh
 select is((select h.status from queue.health() h where h.name = 'due'), 'ok', 'a few may be needed, and say nothing');
 select queue._do_duties('1 hour', 100) \g /dev/null
 select is_empty('select * from queue.check()', 'everything is in order');
+
+-- A parent in its first step may await its child, which has ended meanwhile. So may it later: the step has the child's id.
+select queue.defer('parent') as parent \gset
+select f.claim from queue.fetch(:worker, null, 1, jsonb_build_object('ids', jsonb_build_array(:parent))) f \gset
+select from queue.begin_step(:parent, :claim, 'start') \g /dev/null
+select queue.defer('child', options => jsonb_build_object('parent', :parent, 'retain', '0 s')) as child \gset
+select pg_temp.run(:child, 'succeeded') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.finish_step(:parent, :claim, 'start', to_jsonb(:child::bigint)) \g /dev/null
+select lives_ok(format('select queue.await_jobs(%s, %s, ''wait'', array[%s]::bigint[])', :parent, :claim, :child), 'a job that runs finds its children');
+select queue.cancel(:parent) \g /dev/null
+select queue.prune() \g /dev/null
+select is_empty(format('select from queue.job j where j.id = %s', :child), 'when it has ended, they go');
 
 select * from finish();
