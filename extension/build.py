@@ -334,28 +334,34 @@ def macros(source: Path) -> dict[str, str]:
         if line.startswith("  ") and name in found:
             found[name] += "\n" + put_in(path, line, found)
             continue
-        name, sign, value = line.partition(" := ")
-        if sign:
-            found[name] = put_in(path, value, found)
-            continue
-        name, sign, value = line.partition("#")[0].partition(" = ")
-        value = value.strip()
-        if not sign:
-            if line.partition("#")[0].strip():
-                raise BuildError(f"{path}: cannot read {line!r}")
-            continue
+        name, is_text, value = line.partition(" := ")
+        if not is_text:
+            statement = line.partition("#")[0]
+            name, sign, value = statement.partition(" = ")
+            if not sign:
+                if statement.strip():
+                    raise BuildError(f"{path}: cannot read {line!r}")
+                continue
         if name in found:
             raise BuildError(f"{path} names {name} twice")
-        if re.fullmatch(r"-?\d+", value):
-            bits[name] = int(value)
-        elif "," not in value:
+        if is_text:
+            found[name] = put_in(path, value, found)
+            continue
+        value = value.strip()
+        if "," not in value:
             try:
-                parts = [bits[part.strip()] for part in value.split("|")]
+                bits[name] = number_of(value, bits)
             except KeyError as error:
                 raise BuildError(f"{path}: {name} names {error}, which is not a bit") from None
-            bits[name] = functools.reduce(operator.or_, parts)
         found[name] = f"{bits.get(name, value)}/* {name} */"
     return found
+
+
+def number_of(value: str, bits: dict[str, int]) -> int:
+    """Return the value of a number, or of names of bits with | between them."""
+    if re.fullmatch(r"-?\d+", value):
+        return int(value)
+    return functools.reduce(operator.or_, (bits[part.strip()] for part in value.split("|")))
 
 
 def read(source: Path, entry: str) -> str:

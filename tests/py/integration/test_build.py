@@ -430,6 +430,8 @@ def test_build_puts_macros_in(build: ModuleType, source: Path) -> None:
     [
         ("one = 1\n", "two.* is not defined in"),
         ("two = 2\ntwo = 3\n", "names two twice"),
+        ("two := 'a'\ntwo := 'b'\n", "names two twice"),
+        ("two = 2\ntwo := 'b'\n", "names two twice"),
         ("two = one | 1\n", "two names 'one', which is not a bit"),
         ("two\n", "cannot read 'two'"),
     ],
