@@ -47,20 +47,23 @@ begin
     select null, format('replication slot %s', r.slot_name),
       format('Let its consumer catch up, or select pg_drop_replication_slot(%L)', r.slot_name)
     from pg_replication_slots r where age(coalesce(r.xmin, r.catalog_xmin)) > 10000000) h
+  where h.since is null or h.since <= p_now - interval '5 minutes'
   order by h.since nulls first limit 1;
-  status := case when v_facts.what is null or v_facts.since > p_now - interval '5 minutes'
-    then case when v_hidden > 0 then 'warn' else 'ok' end
-                 when v_facts.since > p_now - interval '1 hour' then 'warn' else 'fail' end;
-  detail := case when status = 'ok' or v_facts.what is null or v_facts.since > p_now - interval '5 minutes'
-      then case when v_hidden > 0 then format('%s of other roles can''t be seen',
-          queue._count_of(v_hidden, 'session'))
-        else 'no transaction has been open for 5 minutes' end
-    when v_facts.since is null then v_facts.what || ' keeps old row versions'
-    else format('%s has had a transaction open for %s: dead rows can''t be removed meanwhile', v_facts.what,
-      date_trunc('second', p_now - v_facts.since)) end;
-  fix := case when status = 'ok' then null
-              when v_facts.what is null or v_facts.since > p_now - interval '5 minutes'
-                then format('grant pg_read_all_stats to %I', current_user) else v_facts.fix end;
+  if v_facts.what is not null then
+    status := case when v_facts.since > p_now - interval '1 hour' then 'warn' else 'fail' end;
+    detail := case when v_facts.since is null then v_facts.what || ' keeps old row versions'
+      else format('%s has had a transaction open for %s: dead rows can''t be removed meanwhile', v_facts.what,
+        date_trunc('second', p_now - v_facts.since)) end;
+    fix := v_facts.fix;
+  elsif v_hidden > 0 then
+    status := 'warn';
+    detail := format('%s of other roles can''t be seen', queue._count_of(v_hidden, 'session'));
+    fix := format('grant pg_read_all_stats to %I', current_user);
+  else
+    status := 'ok';
+    detail := 'no transaction has been open for 5 minutes';
+    fix := null;
+  end if;
   return next;
 end $$;
 
