@@ -86,8 +86,7 @@ begin
     || case when v_facts.dead > 0 then format(', %s dead and not reaped', v_facts.dead) else '' end
     || case when v_facts.awaited > 0
       then format(', %s silent since before the server started or was promoted', v_facts.awaited) else '' end
-    || case when v_facts.alive = 0
-      and v_facts.jobs > 0
+    || case when v_facts.alive = 0 and v_facts.jobs > 0
       then format(', %s ready or running', case when v_facts.jobs > 100000 then 'more than 100000 jobs'
         else queue._count_of(v_facts.jobs, 'job') end) else '' end;
   fix := case when v_facts.dead > 0 then {{do_due_work}}
@@ -209,17 +208,14 @@ begin
 
   name := 'admission';
   v_facts := queue._admission_holder();
-  status := case when v_facts.pid is null and v_facts.state is null
-    or v_facts.since > p_now - interval '5 s' then 'ok' when v_facts.since > p_now - interval '15 s'
-    then 'warn'
-                 when v_facts.since is null then 'warn' else 'fail' end;
+  status := case
+    when v_facts.pid is null and v_facts.state is null or v_facts.since > p_now - interval '5 s' then 'ok'
+    when v_facts.since is null or v_facts.since > p_now - interval '15 s' then 'warn' else 'fail' end;
   detail := case when status = 'ok' then 'no session holds the admission lock for long'
-                 else format('%s%s holds the admission lock%s; no other session can fetch new jobs',
-                   coalesce('process ' || v_facts.pid, 'a prepared transaction'),
-                   coalesce(' of role ' || v_facts.role, ''),
-                   coalesce(', in a transaction that has been open since '
-                     || date_trunc('second', v_facts.since), '')
-                     || coalesce(' (' || v_facts.state || ')', '')) end;
+    else format('%s%s holds the admission lock%s%s; no other session can fetch new jobs',
+      coalesce('process ' || v_facts.pid, 'a prepared transaction'), ' of role ' || v_facts.role,
+      ', in a transaction that has been open since ' || date_trunc('second', v_facts.since),
+      ' (' || v_facts.state || ')') end;
   fix := case when status <> 'ok'
     then 'Look again in a moment; if it is the same process, select queue.unblock() ends it; a prepared'
     ' transaction is ended by ROLLBACK PREPARED' end;
@@ -230,11 +226,10 @@ begin
     order by o.timeout_at) filter (where o.no <= 10) as jobs into v_facts
   from (select o.*, row_number() over (order by o.timeout_at) as no from queue._overdue() o) o;
   status := case when v_facts.n > 0 then 'warn' else 'ok' end;
-  detail := case
-    when v_facts.n > 0
+  detail := case when v_facts.n > 0
     then format('%s running past the timeout, as the handler could not be ended: %s',
       queue._count_of(v_facts.n, 'job'), v_facts.jobs)
-                 else 'no handler outlives its timeout' end;
+    else 'no handler outlives its timeout' end;
   fix := case when v_facts.n > 0
     then 'Each keeps its slot and its lock until it ends. Restart its worker (queue.why says which); run'
     ' such tasks in processes, which can be killed' end;
