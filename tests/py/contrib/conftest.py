@@ -45,6 +45,17 @@ def use(server: EmbeddedServer, name: str) -> None:
     connections.settings["default"].update(place)
 
 
+def environment_of(dsn: str) -> dict[str, str]:
+    """Return the environment in which the project's programs use this database."""
+    info = psycopg.conninfo.conninfo_to_dict(dsn)
+    return os.environ | {
+        "PGHOST": str(info["host"]),
+        "PGUSER": str(info["user"]),
+        "PGDATABASE": str(info["dbname"]),
+        "PYTHONPATH": str(ROOT / "python"),
+    }
+
+
 @pytest.fixture(scope="session")
 def _migrated(server: EmbeddedServer) -> str:
     create_database(server, "django_base")

@@ -26,9 +26,9 @@ from pgdefer import EncodeError, JobContext, Retry, RetryLater, Worker, current_
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Attempt, Job
 from pgdefer.database.embedded import EmbeddedServer, temporary_server
-from support import ROOT, create_database, install
+from support import create_database, install
 
-from .conftest import PROJECT, use
+from .conftest import PROJECT, environment_of, use
 
 pytestmark = [pytest.mark.client, pytest.mark.usefixtures("own_tasks")]
 
@@ -286,22 +286,14 @@ def test_rows_and_lazy_texts_are_arguments(app: DjangoApp, drain: Callable[..., 
     assert (found.state, found.error) == ("failed", "DecodeError: the row shop.Order 2 has gone")
 
 
-def environment(dsn: str) -> dict[str, str]:
-    info = psycopg.conninfo.conninfo_to_dict(dsn)
-    return os.environ | {
-        "PGHOST": str(info["host"]),
-        "PGUSER": str(info["user"]),
-        "PGDATABASE": str(info["dbname"]),
-        "PYTHONPATH": str(ROOT / "python"),
-    }
-
-
 @pytest.mark.long
 def test_a_supervisor_and_processes_have_the_project(app: DjangoApp, shop: str) -> None:
     jobs = [app.defer("shop.tasks.count_letters") for _ in range(4)]
     command = [sys.executable, str(PROJECT / "manage.py"), "pgdefer", "worker"]
     command += ["--processes", "2", "--drain"]
-    done = subprocess.run(command, env=environment(shop), capture_output=True, check=False, cwd="/")
+    done = subprocess.run(
+        command, env=environment_of(shop), capture_output=True, check=False, cwd="/"
+    )
     assert done.returncode == 0, done.stderr.decode()
     assert [job.result(10) for job in jobs] == [0] * 4
 
@@ -310,7 +302,7 @@ def test_the_command_reads_djangos_own_options(app: DjangoApp, shop: str) -> Non
     id = app.defer("a").id
     command = [sys.executable, str(PROJECT / "manage.py"), "pgdefer", "job", "ls", "--json"]
     command += ["--settings", "shop.settings", "--pythonpath=.", "--noreload"]
-    done = subprocess.run(command, env=environment(shop), capture_output=True, check=False)
+    done = subprocess.run(command, env=environment_of(shop), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert [job["id"] for job in json.loads(done.stdout)] == [id]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -13,10 +12,9 @@ from shop.models import Letter, Order
 from pgdefer import Retry
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Attempt, Job
-from support import ROOT
 from workers import wait_for
 
-from .conftest import PROJECT
+from .conftest import PROJECT, environment_of
 
 pytestmark = [pytest.mark.client, pytest.mark.long]
 
@@ -108,16 +106,6 @@ finally:
 """
 
 
-def environment(dsn: str) -> dict[str, str]:
-    info = psycopg.conninfo.conninfo_to_dict(dsn)
-    return os.environ | {
-        "PGHOST": str(info["host"]),
-        "PGUSER": str(info["user"]),
-        "PGDATABASE": str(info["dbname"]),
-        "PYTHONPATH": os.pathsep.join((str(ROOT / "python"), str(PROJECT))),
-    }
-
-
 @pytest.mark.parametrize("kills", [24, pytest.param(500, marks=pytest.mark.soak)])
 def test_kill_9_leaves_each_effect_exactly_once(app: DjangoApp, shop: str, kills: int) -> None:
     Order.objects.create(customer="Ann", total=1)
@@ -126,7 +114,12 @@ def test_kill_9_leaves_each_effect_exactly_once(app: DjangoApp, shop: str, kills
     app.defer_many(stamp.prepare(str(number)) for number in range(count))
     command = [sys.executable, "-c", PROGRAM, str(kills)]
     ran = subprocess.run(
-        command, env=environment(shop), stderr=subprocess.PIPE, text=True, check=False
+        command,
+        env=environment_of(shop),
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        cwd=PROJECT,
     )
     assert ran.returncode == 0, ran.stderr[-5000:]
     # A drain waits for nobody's running jobs: not for those of the killed, until they are given up.
@@ -138,7 +131,7 @@ def test_kill_9_leaves_each_effect_exactly_once(app: DjangoApp, shop: str, kills
 
         wait_for(are_given_up)
     drain = [sys.executable, str(PROJECT / "manage.py"), "pgdefer", "worker", "--drain"]
-    subprocess.run(drain, env=environment(shop), stderr=subprocess.DEVNULL, check=True)
+    subprocess.run(drain, env=environment_of(shop), stderr=subprocess.DEVNULL, check=True)
     states = Job.objects.values_list("state", flat=True)
     assert (len(states), set(states)) == (count, {"succeeded"})
     crashes = Attempt.objects.filter(outcome="crashed")

@@ -14,8 +14,7 @@ import pytest
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Worker
 
-from .conftest import PROJECT
-from .test_django_handlers import environment
+from .conftest import PROJECT, environment_of
 
 pytestmark = [pytest.mark.client, pytest.mark.long]
 
@@ -33,7 +32,7 @@ def test_changed_code_is_run(app: DjangoApp, shop: str, tmp_path: Path) -> None:
     command = [sys.executable, str(project / "manage.py"), "pgdefer", "worker"]
     with log.open("w") as output:
         worker = subprocess.Popen(
-            command, env=environment(shop) | {"DEBUG": "1"}, stdout=output, stderr=output
+            command, env=environment_of(shop) | {"DEBUG": "1"}, stdout=output, stderr=output
         )
     try:
         end = time.monotonic() + 120
