@@ -14,9 +14,8 @@ import statistics
 import threading
 import time
 
-from bench_light_load import cpu, processes_of
 from bench_operations import fill
-from common import Bench, Report, arguments, bench
+from common import Bench, Report, arguments, bench, cpu, processes_of
 from starlette.testclient import TestClient
 
 from pgdefer.contrib import web
