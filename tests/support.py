@@ -147,6 +147,15 @@ def memory() -> str | None:
 
 
 @contextlib.contextmanager
+def open_folder(name: str) -> Iterator[Path]:
+    """Make a folder that the server's user can write to; for root pytest's own is closed to it."""
+    with tempfile.TemporaryDirectory(prefix=f"pgdefer-{name}-", ignore_cleanup_errors=True) as made:
+        folder = Path(made)
+        folder.chmod(0o777)
+        yield folder
+
+
+@contextlib.contextmanager
 def quick_server(settings: Mapping[str, str]) -> Iterator[EmbeddedServer]:
     """Run a temporary server, in memory if possible."""
     with contextlib.ExitStack() as stack:
@@ -161,9 +170,7 @@ def quick_server(settings: Mapping[str, str]) -> Iterator[EmbeddedServer]:
 @contextlib.contextmanager
 def server_like(data: Path, settings: Mapping[str, str]) -> Iterator[EmbeddedServer]:
     """Run a server with a copy of a stopped one's data for the block."""
-    with tempfile.TemporaryDirectory(prefix="pgdefer-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
-        folder.chmod(0o755)
+    with open_folder("copy") as folder:
         subprocess.run(["cp", "-a", data, folder / "data"], check=True)
         server = EmbeddedServer(
             folder, settings=UNSAFE_SPEED | dict(settings), database="postgres", linger=0

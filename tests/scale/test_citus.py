@@ -9,9 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
-import shutil
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +27,7 @@ from pgdefer.contrib.cluster import Cluster, shard_of
 from pgdefer.contrib.cluster.install import folder as folder_of
 from pgdefer.database.embedded import EmbeddedServer
 from pgdefer.database.install import install
-from support import ROOT
+from support import ROOT, open_folder
 from workers import wait_for, working
 
 SETTINGS = """
@@ -82,39 +80,37 @@ def nodes() -> Iterator[Nodes]:
     version = Path(found).parent.name
     if not Path(f"/usr/share/postgresql/{version}/extension/citus.control").exists():
         pytest.skip(f"Citus is not installed in {found}: nothing about it was tested")
-    folder = Path(tempfile.mkdtemp(prefix="pgdefer-citus-"))
-    folder.chmod(0o777)
-    programs = EmbeddedServer(folder / "programs", bin_dir=found)
-    servers = {name: Server(folder, programs, 5432 + n) for n, name in enumerate(("", *NAMES))}
-    with running(*servers.values()):
-        for server in servers.values():
-            server.initdb(SETTINGS)
-            server.start()
-            with server.connect() as connection:
-                connection.execute("create database shop")
-            with server.connect("shop") as connection:
-                connection.execute("create extension citus")
-        made = Nodes(servers)
-        for name in NAMES:
-            install(made.dsn(name) + LOCAL, "plain")
-            made.rows(name, "alter database shop set citus.enable_ddl_propagation = off")
-        shards = {name: made.dsn(name) for name in NAMES}
-        Cluster.create(App(), shards).close()
-        with psycopg.connect(made.dsn("") + LOCAL, autocommit=True) as connection:
-            connection.execute("create schema queue")
-            connection.execute((folder_of("cluster") / "cluster.sql").read_bytes())
-            connection.execute("select queue.shard_start(null, %s)", [Jsonb(shards)])
-            connection.execute((folder_of("citus") / "router.sql").read_bytes())
-        with psycopg.connect(made.dsn(""), autocommit=True) as connection:
-            connection.execute("select citus_set_coordinator_host(%s, 5432)", [str(folder)])
+    with open_folder("citus") as folder:
+        programs = EmbeddedServer(folder / "programs", bin_dir=found)
+        servers = {name: Server(folder, programs, 5432 + n) for n, name in enumerate(("", *NAMES))}
+        with running(*servers.values()):
+            for server in servers.values():
+                server.initdb(SETTINGS)
+                server.start()
+                with server.connect() as connection:
+                    connection.execute("create database shop")
+                with server.connect("shop") as connection:
+                    connection.execute("create extension citus")
+            made = Nodes(servers)
             for name in NAMES:
-                connection.execute(
-                    "select citus_add_node(%s, %s)", [str(folder), servers[name].port]
-                )
-            places = {name: f"{folder}:{servers[name].port}" for name in NAMES}
-            connection.execute("select queue.citus_start(%s)", [Jsonb(places)])
-        yield made
-    shutil.rmtree(folder, ignore_errors=True)
+                install(made.dsn(name) + LOCAL, "plain")
+                made.rows(name, "alter database shop set citus.enable_ddl_propagation = off")
+            shards = {name: made.dsn(name) for name in NAMES}
+            Cluster.create(App(), shards).close()
+            with psycopg.connect(made.dsn("") + LOCAL, autocommit=True) as connection:
+                connection.execute("create schema queue")
+                connection.execute((folder_of("cluster") / "cluster.sql").read_bytes())
+                connection.execute("select queue.shard_start(null, %s)", [Jsonb(shards)])
+                connection.execute((folder_of("citus") / "router.sql").read_bytes())
+            with psycopg.connect(made.dsn(""), autocommit=True) as connection:
+                connection.execute("select citus_set_coordinator_host(%s, 5432)", [str(folder)])
+                for name in NAMES:
+                    connection.execute(
+                        "select citus_add_node(%s, %s)", [str(folder), servers[name].port]
+                    )
+                places = {name: f"{folder}:{servers[name].port}" for name in NAMES}
+                connection.execute("select queue.citus_start(%s)", [Jsonb(places)])
+            yield made
 
 
 def test_the_router_defers_in_the_node_of_the_key(nodes: Nodes) -> None:

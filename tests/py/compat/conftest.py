@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,15 +9,13 @@ import pytest
 
 from pgdefer.database.embedded import EmbeddedServer
 from releases import Releases
+from support import open_folder
 
 
 @pytest.fixture(scope="session")
 def shared_folder() -> Iterator[Path]:
-    """A folder that the server's user can read; for root pytest's own is not."""
-    made = Path(tempfile.mkdtemp(prefix="pgdefer-compat-"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
+    with open_folder("compat") as made:
+        yield made
 
 
 @pytest.fixture(scope="session")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import pytest
 
 from pgdefer.database.embedded import EmbeddedServer, sql_folder, temporary_server
 from releases import catalog, difference
-from support import ROOT, create_database, server_program
+from support import ROOT, create_database, open_folder, server_program
 
 pytestmark = pytest.mark.long
 
@@ -259,11 +257,9 @@ def compare(before: Contents, after: Contents, *, from_wal: bool = False) -> Non
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """A folder for dumps; the server's user can enter it."""
-    made = Path(tempfile.mkdtemp(prefix="pgdefer-dump-"))
-    made.chmod(0o777)
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
+    """A folder for dumps."""
+    with open_folder("dump") as made:
+        yield made
 
 
 def make_roles(server: EmbeddedServer) -> None:

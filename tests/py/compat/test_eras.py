@@ -11,7 +11,6 @@ import os
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import pytest
 
 from clusters import Cluster, running
 from pgdefer.database.embedded import EmbeddedServer, sql_folder
-from support import server_program
+from support import open_folder, server_program
 
 pytestmark = [pytest.mark.client, pytest.mark.long]
 
@@ -37,10 +36,8 @@ FORGETFUL = (
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    made = Path(tempfile.mkdtemp(prefix="pgdefer-eras-"))
-    made.chmod(0o777)
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
+    with open_folder("eras") as made:
+        yield made
 
 
 def install(connection: Connection, task: str) -> None:

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import psycopg
 import pytest
 
 from pgdefer.database.embedded import EmbeddedServer, ServerError, find_binaries, temporary_server
+from support import open_folder
 from workers import wait_for
 
 pytestmark = pytest.mark.client
@@ -24,11 +24,8 @@ pytestmark = pytest.mark.client
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder that the server's user can enter; for root pytest's own is not."""
-    made = Path(tempfile.mkdtemp(prefix="pgdefer-test-"))
-    made.chmod(0o755)
-    yield made
-    shutil.rmtree(made, ignore_errors=True)
+    with open_folder("test") as made:
+        yield made
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import tempfile
 import tomllib
 import zipfile
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pgdefer.database.embedded import EmbeddedServer
-from support import ROOT
+from support import ROOT, open_folder
 
 pytestmark = pytest.mark.client
 
@@ -62,10 +61,8 @@ def test_locks_pin_every_tool_with_hashes() -> None:
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """Return an empty folder that the server's user may enter."""
-    with tempfile.TemporaryDirectory(prefix="pgdefer-release-", ignore_cleanup_errors=True) as name:
-        Path(name).chmod(0o755)
-        yield Path(name)
+    with open_folder("release") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
