@@ -10,11 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,6 +23,8 @@ import pytest
 
 from clusters import Cluster
 from pgdefer.database.embedded import EmbeddedServer, sql_folder
+from support import open_folder
+from workers import wait_for
 
 Connection = psycopg.Connection[Any]
 
@@ -46,16 +47,6 @@ async def pay(lock):
     line = json.dumps([job.id, job.claim, lock, since, time.monotonic()])
     os.write(ledger, line.encode() + b"\\n")
 """
-
-
-def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
-    """Wait until the condition holds, and return its value."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        if time.monotonic() > end:
-            raise TimeoutError(f"not within {seconds:g} s")
-        time.sleep(0.005)
-    return found
 
 
 class Pair:
@@ -91,7 +82,7 @@ class Pair:
             file.write(f"primary_conninfo = 'host={self.folder} port={port} user=postgres'\n")
         self.standby.start()
         with self.primary.connect() as connection:
-            until(
+            wait_for(
                 lambda: (
                     connection.execute(
                         "select from pg_stat_replication where state = 'streaming' and (sync_state"
@@ -151,7 +142,7 @@ def dsn_of(folder: Path, *ports: int) -> str:
 def kill(cluster: Cluster) -> None:
     """Kill a server, and wait until its other processes have ended, which they do by themselves."""
     os.kill(int((cluster.data / "postmaster.pid").read_text().split()[0]), signal.SIGKILL)
-    until(lambda: not _is_used(cluster))
+    wait_for(lambda: not _is_used(cluster))
     # Nobody may have waited for its end: then its number still seems to be in use.
     (cluster.data / "postmaster.pid").unlink()
     (cluster.folder / f".s.PGSQL.{cluster.port}.lock").unlink(missing_ok=True)
@@ -170,10 +161,8 @@ def folder_of_servers(server: EmbeddedServer) -> Iterator[Path]:
     """Make a folder for servers and their sockets."""
     if not (server.bin_dir / "pg_basebackup").exists():
         pytest.skip(f"{server.bin_dir} has no pg_basebackup")
-    folder = Path(tempfile.mkdtemp(prefix="pgdefer-failover-"))
-    folder.chmod(0o777)
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+    with open_folder("failover") as folder:
+        yield folder
 
 
 def refused(connection: Connection, call: str, *parameters: object) -> str:
@@ -210,7 +199,7 @@ class OldWorker:
             return connection.execute(call, [new]).fetchall()
 
         while left:
-            ((id_, claim),) = until(another)
+            ((id_, claim),) = wait_for(another)
             old = left.pop(id_)
             assert claim > old
             for call in ("succeed(%s, %s)", "release(%s, %s)", "extend(%s, %s, '1 h')"):
@@ -305,7 +294,7 @@ class Load:
     def go_on(self, jobs: int = 100) -> None:
         """Wait until as many more jobs were deferred, and as many have run."""
         runs, deferred = self._count() + jobs, len(self.producer.acknowledged) + jobs
-        until(lambda: self._count() >= runs and len(self.producer.acknowledged) >= deferred)
+        wait_for(lambda: self._count() >= runs and len(self.producer.acknowledged) >= deferred)
 
     def waited(self, promoted: float) -> float:
         """Return the seconds from a promotion to the end of the next job."""
@@ -321,7 +310,7 @@ class Load:
             unfinished = (
                 "select from queue.jobs where state <> 'succeeded' and queue = 'default' limit 1"
             )
-            until(lambda: not connection.execute(unfinished).rowcount)
+            wait_for(lambda: not connection.execute(unfinished).rowcount)
             for worker in self._workers:
                 worker.send_signal(signal.SIGTERM)
             assert [worker.wait(120) for worker in self._workers] == [0] * len(self._workers)

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from failover import Connection, Pair, folder_of_servers, refused, until
+from failover import Connection, Pair, folder_of_servers, refused
 from pgdefer.cli import Exit
 from pgdefer.contrib import web
 from pgdefer.database.embedded import EmbeddedServer
 from web_page import fill, lift_time_limits, server_of_pages, serving, token, visitor
+from workers import wait_for
 
 pytestmark = pytest.mark.client
 
@@ -90,7 +91,7 @@ def ids(pair: Pair) -> dict[str, int]:
         ((at,),) = connection.execute("select pg_current_wal_lsn()::text").fetchall()
     with pair.standby.connect() as reader:
         received = f"select pg_last_wal_replay_lsn() >= '{at}'".encode()
-        until(lambda: reader.execute(received).fetchall() == [(True,)])
+        wait_for(lambda: reader.execute(received).fetchall() == [(True,)])
     return made
 
 

@@ -15,16 +15,6 @@ import psycopg
 import pytest
 
 
-def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
-    """Wait until the condition holds, and return its value."""
-    end = time.monotonic() + seconds
-    while not (found := condition()):
-        if time.monotonic() > end:
-            raise TimeoutError(f"not within {seconds:g} s")
-        time.sleep(0.005)
-    return found
-
-
 @dataclasses.dataclass
 class Claimed:
     id: int

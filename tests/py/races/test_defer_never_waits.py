@@ -17,7 +17,7 @@ import psycopg
 import pytest
 from psycopg import errors
 
-from .conftest import until
+from workers import wait_for
 
 pytestmark = pytest.mark.client
 
@@ -301,7 +301,7 @@ def test_in_a_storm(storm: Callable[..., list[Storm]], conn: Connection, needed:
         turns = (sum(each.count for each in side) for side in (producers, others))
         return any(each.error for each in everybody) or (time.monotonic() > end and min(turns) > 10)
 
-    until(have_met)
+    wait_for(have_met)
     Storm.stop.set()
     for each in everybody:
         each.join(300)

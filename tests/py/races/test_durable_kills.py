@@ -11,11 +11,9 @@ import dataclasses
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -28,8 +26,8 @@ import pytest
 from clusters import Cluster
 from clusters import running as stopping
 from pgdefer.database.embedded import EmbeddedServer, sql_folder
-
-from .conftest import until
+from support import open_folder
+from workers import wait_for
 
 pytestmark = pytest.mark.client
 
@@ -196,7 +194,7 @@ class Workers:
     def kill(self, pid: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        until(lambda: not is_alive(pid))
+        wait_for(lambda: not is_alive(pid))
 
     def stop(self) -> None:
         with self._launcher:
@@ -222,7 +220,7 @@ def crash(cluster: Cluster) -> None:
     for one in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(one, signal.SIGKILL)
-    until(lambda: not any(map(is_alive, pids)))
+    wait_for(lambda: not any(map(is_alive, pids)))
     # Where nobody reaps orphans, the files seem to belong to a process that exists.
     for path in (file, cluster.folder / f".s.PGSQL.{cluster.port}.lock"):
         path.unlink()
@@ -281,7 +279,7 @@ def kill_and_check(dsn: str, folder: Path, size: Size, cluster: Cluster | None =
             return is_over() or bool(conn.execute(query).fetchall())
 
         killed = 0
-        while killed < size.kills and until(is_at_work) and not is_over():
+        while killed < size.kills and wait_for(is_at_work) and not is_over():
             if killed in crashes and cluster is not None:
                 conn.close()
                 crash(cluster)
@@ -289,7 +287,7 @@ def kill_and_check(dsn: str, folder: Path, size: Size, cluster: Cluster | None =
             time.sleep(dice.random() * size.pause / 4)
             workers.kill(dice.choice(workers.pids))
             killed += 1
-        until(is_over, 600.0)
+        wait_for(is_over, 600.0)
         check(conn, workers, size)
         conn.close()
     finally:
@@ -304,16 +302,14 @@ def test_killed_between_steps(dsn: str, tmp_path: Path) -> None:
 @pytest.fixture
 def cluster(server: EmbeddedServer) -> Iterator[Cluster]:
     """A server that may be killed, with pgdefer installed."""
-    folder = Path(tempfile.mkdtemp(prefix="pgdefer-kills-"))
-    folder.chmod(0o777)
-    cluster = Cluster(folder, server)
-    cluster.initdb("fsync = off\n")  # only processes are killed
-    with stopping(cluster):
-        cluster.start()
-        with cluster.connect() as conn:
-            conn.execute((sql_folder() / "pgdefer.sql").read_bytes())
-        yield cluster
-    shutil.rmtree(folder, ignore_errors=True)
+    with open_folder("kills") as folder:
+        cluster = Cluster(folder, server)
+        cluster.initdb("fsync = off\n")  # only processes are killed
+        with stopping(cluster):
+            cluster.start()
+            with cluster.connect() as conn:
+                conn.execute((sql_folder() / "pgdefer.sql").read_bytes())
+            yield cluster
 
 
 @pytest.mark.soak

@@ -27,10 +27,10 @@ from failover import (
     folder_of_servers,
     kill,
     refused,
-    until,
 )
 from pgdefer.database.embedded import EmbeddedServer
 from proxy import Proxy
+from workers import wait_for
 
 pytestmark = [pytest.mark.client, pytest.mark.long]
 
@@ -138,8 +138,8 @@ def test_a_primary_that_was_made_read_only(pair: Pair, tmp_path: Path) -> None:
             connection.execute("alter system set default_transaction_read_only = on")
             connection.execute("select pg_reload_conf()")
             shown = "show transaction_read_only"
-            until(lambda: connection.execute(shown).fetchall() == [("on",)])
-        until(lambda: is_refused(app))  # each session reads the setting in its own time
+            wait_for(lambda: connection.execute(shown).fetchall() == [("on",)])
+        wait_for(lambda: is_refused(app))  # each session reads the setting in its own time
         pair.promote()
         wait_for_standbys(pair, on=False)
         app.defer("pay", {"lock": "app"}, lock="app")
@@ -201,7 +201,7 @@ def test_a_partition(folder: Path, tmp_path: Path, server: EmbeddedServer) -> No
             with pair.primary.connect() as connection:
                 old.is_refused(connection)
             count = len(beside.acknowledged)
-            until(lambda: len(beside.acknowledged) > count + 20)
+            wait_for(lambda: len(beside.acknowledged) > count + 20)
             load.go_on()
             load.end(pair.primary, beside)
     finally:
@@ -222,13 +222,13 @@ async def test_a_commit_that_is_cancelled(folder: Path, server: EmbeddedServer) 
             connection.add_notice_handler(lambda notice: said.append(str(notice.message_primary)))
             defer = "select queue.defer('cancelled')"
             call = asyncio.create_task(asyncio.to_thread(refused, connection, defer))
-            await asyncio.to_thread(until, lambda: admin.execute(waiting).rowcount)
+            await asyncio.to_thread(wait_for, lambda: admin.execute(waiting).rowcount)
             admin.execute(f"select pg_cancel_backend(pid) from ({waiting}) w".encode())
             assert await call == "accepted"
             assert said == ["canceling wait for synchronous replication due to user request"]
             app = pgdefer.App(pair.dsn)
             job = asyncio.create_task(app.defer_async("cancelled"))
-            await asyncio.to_thread(until, lambda: admin.execute(waiting).rowcount)
+            await asyncio.to_thread(wait_for, lambda: admin.execute(waiting).rowcount)
             job.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await job
@@ -263,20 +263,20 @@ async def test_without_any_standby(
     worker = pgdefer.Worker(app, heartbeat_every=0.3)
     running = asyncio.create_task(worker.run_async())
     with pair.primary.connect() as connection:
-        await asyncio.to_thread(until, lambda: worker.id)
+        await asyncio.to_thread(wait_for, lambda: worker.id)
         pair.standby.stop("immediate")
         connection.execute("set synchronous_commit = local")
         connection.execute("select queue.defer('t') from generate_series(1, 3)")
-        await asyncio.to_thread(until, lambda: tries() >= 40)
+        await asyncio.to_thread(wait_for, lambda: tries() >= 40)
         # For jobs, sleep and heartbeats, one that waits, and one that looks whether it still does.
         assert connection.execute(sessions).rowcount <= 6
         await asyncio.to_thread(pair.standby.start)
-        await asyncio.to_thread(until, lambda: worker.finished >= 3)
+        await asyncio.to_thread(wait_for, lambda: worker.finished >= 3)
         states = "select state, attempts from queue.jobs"
         await asyncio.to_thread(
-            until, lambda: connection.execute(states).fetchall() == [("succeeded", 1)] * 3
+            wait_for, lambda: connection.execute(states).fetchall() == [("succeeded", 1)] * 3
         )
-        await asyncio.to_thread(until, lambda: connection.execute(sessions).rowcount <= 3)
+        await asyncio.to_thread(wait_for, lambda: connection.execute(sessions).rowcount <= 3)
     worker.stop()
     await running
     await app.close_async()

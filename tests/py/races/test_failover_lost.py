@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import pytest
 
 from clusters import Cluster, running
-from failover import SETTINGS, Connection, Pair, folder_of_servers, refused, until
+from failover import SETTINGS, Connection, Pair, folder_of_servers, refused
 from pgdefer.database.embedded import EmbeddedServer, sql_folder
 from proxy import Proxy
 from support import ROOT, server_program
+from workers import wait_for
 
 pytestmark = [pytest.mark.client, pytest.mark.long]
 
@@ -202,7 +203,7 @@ def test_an_asynchronous_standby(folder: Path, server: EmbeddedServer) -> None:
             ((now,),) = rows(connection, "select pg_current_wal_insert_lsn()::text")
             with pair.standby.connect() as reader:
                 received = f"select pg_last_wal_replay_lsn() >= '{now}'"
-                until(lambda: rows(reader, received) == [(True,)])
+                wait_for(lambda: rows(reader, received) == [(True,)])
             network.hold()
             slow.execute("commit")
             journal.work(100, 80)
@@ -333,7 +334,7 @@ def test_a_point_in_time(folder: Path, server: EmbeddedServer) -> None:
             ((point,),) = rows(connection, "select pg_create_restore_point('here')")
             journal.work(80, 60)
             ((file,),) = rows(connection, "select pg_walfile_name(pg_switch_wal())")
-            until((archive / file).exists)
+            wait_for((archive / file).exists)
             where = commits(first, server, start)
         first.stop("immediate")
         with (second.data / "postgresql.conf").open("a") as conf:
@@ -342,7 +343,7 @@ def test_a_point_in_time(folder: Path, server: EmbeddedServer) -> None:
         (second.data / "recovery.signal").touch()
         second.start()
         with second.connect() as connection:
-            until(lambda: rows(connection, "select pg_is_in_recovery()") == [(False,)])
+            wait_for(lambda: rows(connection, "select pg_is_in_recovery()") == [(False,)])
             kept = {xid for xid, at in where.items() if at < position(point)}
             lost = journal.compare(connection, kept)
             assert lost == {"jobs": 80, "claims": 60, "ends": 30}

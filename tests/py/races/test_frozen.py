@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from .conftest import until
+from workers import wait_for
 
 Connection = psycopg.Connection[Any]
 
@@ -55,7 +55,7 @@ def test_a_worker_that_freezes_while_it_receives_a_fetch(
         frozen.pgconn.send_query(
             f"select * from queue.fetch({freezes}, max_jobs => {jobs})".encode()
         )
-        until(lambda: has_claims(conn, freezes))
+        wait_for(lambda: has_claims(conn, freezes))
         frozen.pgconn.consume_input()
         if frozen.pgconn.is_busy():
             break
@@ -64,11 +64,13 @@ def test_a_worker_that_freezes_while_it_receives_a_fetch(
     # others continue at once, also with new jobs
     other.execute("set statement_timeout = '60 s'")
     conn.execute("select queue.defer('small', priority => 1)")
-    ((id, claim, task),) = until(lambda: fetch(other, works, 1))
+    ((id, claim, task),) = wait_for(lambda: fetch(other, works, 1))
     assert task == "small"
     other.execute("select queue.succeed(%s, %s)", [id, claim])
     # and once the frozen worker is declared dead others get its jobs
-    until(lambda: other.execute("select sum(reaped) > 0 from queue.tick()").fetchone() == (True,))
+    wait_for(
+        lambda: other.execute("select sum(reaped) > 0 from queue.tick()").fetchone() == (True,)
+    )
     found: set[int] = set()
 
     def all_found() -> bool:
@@ -79,7 +81,7 @@ def test_a_worker_that_freezes_while_it_receives_a_fetch(
         found.update(row[0] for row in other.execute(alone).fetchall())
         return len(found) == jobs
 
-    until(all_found)
+    wait_for(all_found)
     frozen.close()
 
 
@@ -101,7 +103,7 @@ def test_an_operator_that_freezes_while_it_receives_an_answer(
     conn.execute("set statement_timeout = '60 s'")
     # it waits for the call, but not for its client
     assert conn.execute("select task from queue.fetch(%s)", [worker]).fetchone() == ("first",)
-    until(
+    wait_for(
         lambda: (
             conn.execute(
                 "select state from pg_stat_activity where pid = %s", [frozen.info.backend_pid]
@@ -140,7 +142,7 @@ def send(connection: Connection, query: str) -> None:
 
 def waits_in(conn: Connection, connection: Connection, *events: str) -> None:
     pid = [connection.info.backend_pid]
-    until(lambda: (row := conn.execute(BLOCKED, pid).fetchone()) and row[0] in events)
+    wait_for(lambda: (row := conn.execute(BLOCKED, pid).fetchone()) and row[0] in events)
 
 
 @pytest.mark.parametrize("has_waited", [False, True])
@@ -167,7 +169,7 @@ def test_who_stops_in_a_pipeline_with_the_admission_lock_is_ended(
     other.execute("set statement_timeout = '60 s'")
     other.execute("select queue.resume('other')")
     left = "select count(*) from pg_stat_activity where pid = %s"
-    until(lambda: conn.execute(left, [frozen.info.backend_pid]).fetchone() == (0,))
+    wait_for(lambda: conn.execute(left, [frozen.info.backend_pid]).fetchone() == (0,))
     frozen.close()
 
 
@@ -205,7 +207,7 @@ def test_who_stops_after_it_took_the_lock_in_a_savepoint_is_ended(
     other.execute("set statement_timeout = '60 s'")
     other.execute("select queue.resume('other')")
     left = "select count(*) from pg_stat_activity where pid = %s"
-    until(lambda: conn.execute(left, [frozen.info.backend_pid]).fetchone() == (0,))
+    wait_for(lambda: conn.execute(left, [frozen.info.backend_pid]).fetchone() == (0,))
     frozen.close()
 
 
@@ -266,7 +268,7 @@ def test_the_holder_of_the_admission_lock_is_named_and_ended(
         assert row is not None
         return row[0] != "ok" and f"process {pid} " in row[1] and "queue.unblock()" in row[2]
 
-    until(named)
+    wait_for(named)
     assert conn.execute("select queue.unblock()").fetchone() == (pid,)
     conn.execute("set statement_timeout = '60 s'")
     assert fetch(conn, worker)
@@ -318,7 +320,7 @@ def test_who_waits_for_a_transaction_does_not_look_again_and_again(
     assert after is not None
     assert int(after[0]) - int(before[0]) <= 10, "a look takes one transaction id"
     handler.commit()
-    assert [task for _, _, task in until(lambda: fetch(conn, worker))] == ["dependent"]
+    assert [task for _, _, task in wait_for(lambda: fetch(conn, worker))] == ["dependent"]
 
 
 def test_a_multixact_is_not_taken_for_a_transaction(connect: Callable[..., Connection]) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from .conftest import until
+from workers import wait_for
 
 pytestmark = pytest.mark.client
 
@@ -171,13 +171,13 @@ def test_killed_in_the_middle(conn: Connection, workers: Workers) -> None:
     conn.execute("select queue.register_task('t', '{}')")
     ids = [defer(conn, lock=lock) for lock in ("l", "l", None)]
     first = workers.start(60)
-    until(lambda: workers.notes("start", first.pid))
+    wait_for(lambda: workers.notes("start", first.pid))
     running = [id for id in ids if job(conn, id)["state"] == "running"]
     assert running == [ids[0], ids[2]]
     [row] = conn.execute("select max(last_seen_at) from queue.workers").fetchall()
     workers.kill(first)
     second = workers.start()
-    until(lambda: states(conn) == {"succeeded"})
+    wait_for(lambda: states(conn) == {"succeeded"})
     for id in ids:
         row = job(conn, id)
         crashes = 1 if id in running else 0
@@ -199,19 +199,19 @@ def test_killed_in_the_middle(conn: Connection, workers: Workers) -> None:
 def test_a_zombie_that_wakes_late(conn: Connection, workers: Workers) -> None:
     id = defer(conn)
     zombie = workers.start(0.7)
-    until(lambda: workers.notes("start", zombie.pid))
+    wait_for(lambda: workers.notes("start", zombie.pid))
     os.kill(zombie.pid, signal.SIGSTOP)
     assert job(conn, id)["state"] == "running"
     other = workers.start()
-    until(lambda: job(conn, id)["state"] == "succeeded")
+    wait_for(lambda: job(conn, id)["state"] == "succeeded")
     os.kill(zombie.pid, signal.SIGCONT)
-    until(lambda: workers.notes("refused", zombie.pid))
+    wait_for(lambda: workers.notes("refused", zombie.pid))
     [refused] = workers.notes("refused", zombie.pid)
     assert (refused.id, refused.more) == (id, "QJ002")
-    assert until(lambda: workers.notes("gone", zombie.pid))[0].more == "QJ007"
+    assert wait_for(lambda: workers.notes("gone", zombie.pid))[0].more == "QJ007"
     row = job(conn, id)
     assert (row["state"], row["result"], row["crashes"]) == ("succeeded", other.pid, 1)
-    assert until(zombie.poll) == 7
+    assert wait_for(zombie.poll) == 7
 
 
 LATE = {
@@ -235,7 +235,7 @@ def test_late_outcomes_are_refused(conn: Connection) -> None:
     assert other is not None
     id = defer(conn)
     claims = conn.execute("select id, claim from queue.fetch(%s)", sleepy).fetchall()
-    until(lambda: conn.execute("select reaped from queue.reap()").fetchone() == (1,))
+    wait_for(lambda: conn.execute("select reaped from queue.reap()").fetchone() == (1,))
     late = {"id": id, "claim": claims[0][1]}
 
     def refuse_all() -> None:
@@ -310,11 +310,11 @@ def test_killed_over_and_over(conn: Connection, workers: Workers) -> None:
         workers.start(0.02)
     for _ in range(8):
         process = dice.choice(workers.processes)
-        until(lambda pid=process.pid: workers.is_running(pid) or states(conn) == {"succeeded"})
+        wait_for(lambda pid=process.pid: workers.is_running(pid) or states(conn) == {"succeeded"})
         time.sleep(dice.random() * 0.01)
         workers.kill(process)
         workers.start(0.02)
-    until(lambda: states(conn) == {"succeeded"})
+    wait_for(lambda: states(conn) == {"succeeded"})
     for process in list(workers.processes):
         workers.kill(process)
     check_ledger(workers, locks)

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from .conftest import until
+from workers import wait_for
 
 Connection = psycopg.Connection[Any]
 Connect = Callable[..., Connection]
@@ -44,12 +44,12 @@ def test_a_row_that_is_taken_after_it_was_waited_for(connect: Connect) -> None:
         ids = [first[0], second[0]]
         call = "select outcome, current_setting('lock_timeout') from queue.set_priority(%s, 5)"
         changed = pool.submit(operator.execute, call, [ids])
-        until(lambda: is_waiting(conn, operator))
+        wait_for(lambda: is_waiting(conn, operator))
         frozen.execute("begin")
         frozen.execute("select queue.succeed(%s, %s)", second)
         holder.execute("rollback")
         holder.execute("begin")
-        until(lambda: is_waiting(conn, operator))
+        wait_for(lambda: is_waiting(conn, operator))
         worker.execute("select queue.succeed(%s, %s)", first)
         assert not changed.done()
         frozen.execute("commit")
@@ -82,7 +82,7 @@ def test_rows_of_which_one_is_always_held(connect: Connect) -> None:
     with ThreadPoolExecutor(2) as pool:
         workers = [pool.submit(work, connect(), number) for number in range(2)]
         try:
-            until(lambda: min(ends) > 2)
+            wait_for(lambda: min(ends) > 2)
             operator.execute("set statement_timeout = '60 s'")
             rows = operator.execute("select * from queue.set_priority(array[1, 2], 5)").fetchall()
         finally:

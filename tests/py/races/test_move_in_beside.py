@@ -13,8 +13,7 @@ import psycopg
 import pytest
 
 from support import ROOT
-
-from .conftest import until
+from workers import wait_for
 
 pytestmark = [pytest.mark.client, pytest.mark.soak]
 
@@ -132,12 +131,12 @@ def test_workers_of_both_run_beside(
         for python, program in zip((peers, sys.executable), programs, strict=True)
     ]
     try:
-        until(lambda: written("theirs") > 20)
+        wait_for(lambda: written("theirs") > 20)
         before = moved()
         assert before["moved"] > count // 2
         # What was running there, or waited for the lock of such a job, comes later.
-        until(lambda: sum(moved()[what] for what in ("moved", "behind", "running")) == 0)
-        until(lambda: written() >= count, 3600)
+        wait_for(lambda: sum(moved()[what] for what in ("moved", "behind", "running")) == 0)
+        wait_for(lambda: written() >= count, 3600)
     finally:
         for worker in workers:
             worker.terminate()

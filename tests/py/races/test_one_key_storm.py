@@ -12,7 +12,9 @@ from typing import Any
 import psycopg
 import pytest
 
-from .conftest import Sleeper, until
+from workers import wait_for
+
+from .conftest import Sleeper
 
 CLIENTS = 8
 SETTINGS = [
@@ -174,7 +176,7 @@ def test_no_client_breaks_the_limit_of_a_key(
     # what the killed clients held goes to the one that is left, which nobody helps
     conn.execute(defer, [limit, options, 10])
     open_jobs = "select count(*) from queue.jobs where finished_at is null"
-    until(lambda: conn.execute(open_jobs.encode()).fetchone() == (0,))
+    wait_for(lambda: conn.execute(open_jobs.encode()).fetchone() == (0,))
     ended = conn.execute(
         "select count(*) filter (where state = 'succeeded'), count(*) from queue.jobs"
     ).fetchone()

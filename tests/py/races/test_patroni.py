@@ -20,10 +20,11 @@ import httpx
 import psycopg
 import pytest
 
-from failover import Connection, Load, OldWorker, Producer, folder_of_servers, until
+from failover import Connection, Load, OldWorker, Producer, folder_of_servers
 from pgdefer.database.embedded import EmbeddedServer, sql_folder
 from proxy import Proxy
 from support import ROOT
+from workers import wait_for
 
 pytestmark = [pytest.mark.client, pytest.mark.long]
 
@@ -175,9 +176,9 @@ def members(server: EmbeddedServer) -> Iterator[tuple[Member, Member]]:
         )
         try:
             one.start()
-            until(lambda: one.is_("primary"))
+            wait_for(lambda: one.is_("primary"))
             two.start()
-            until(lambda: two.is_("sync"))
+            wait_for(lambda: two.is_("sync"))
             yield made
         except BaseException:
             for path in sorted(folder.glob("*.log")):
@@ -199,17 +200,17 @@ def test_under_load(members: tuple[Member, Member], tmp_path: Path) -> None:
         with one.connect() as connection:
             old = OldWorker(connection)
         one.kill()
-        until(lambda: two.is_("primary"))
+        wait_for(lambda: two.is_("primary"))
         load.go_on()
         with two.connect() as connection:
             old.is_refused(connection)
         one.start()  # Patroni rewinds it
-        until(lambda: one.is_("sync"))
+        wait_for(lambda: one.is_("sync"))
         load.go_on()
         with two.connect() as connection:
             old = OldWorker(connection)
         two.switch_over_to(one)
-        until(lambda: one.is_("primary"))
+        wait_for(lambda: one.is_("primary"))
         load.go_on()
         with one.connect() as connection:
             old.is_refused(connection)
@@ -227,20 +228,20 @@ def test_a_partition(members: tuple[Member, Member], tmp_path: Path, is_frozen: 
     with Load(dsn_of(one.far_port, two.far_port), tmp_path) as load:
         beside.start()
         load.go_on()
-        until(lambda: len(beside.acknowledged) > 20)
+        wait_for(lambda: len(beside.acknowledged) > 20)
         with one.connect() as connection:
             old = OldWorker(connection)
             if is_frozen:
                 one.signal(signal.SIGSTOP)
             one.isolate()
-            until(lambda: two.is_("primary"))
+            wait_for(lambda: two.is_("primary"))
             one.hang_up()
             if is_frozen:
                 in_recovery = "select pg_is_in_recovery()"
                 assert connection.execute(in_recovery).fetchall() == [(False,)]
                 # It takes a job, and confirms it to nobody.
                 hanging = "select from pg_stat_activity where wait_event = 'SyncRep'"
-                until(lambda: connection.execute(hanging).rowcount)
+                wait_for(lambda: connection.execute(hanging).rowcount)
                 count = len(beside.acknowledged)
                 load.go_on()
                 assert len(beside.acknowledged) == count, "acknowledged without the standby"
@@ -249,8 +250,8 @@ def test_a_partition(members: tuple[Member, Member], tmp_path: Path, is_frozen: 
             old.is_refused(connection)
         one.signal(signal.SIGCONT)
         one.rejoin()
-        until(lambda: one.is_("sync"))
+        wait_for(lambda: one.is_("sync"))
         load.go_on()
         count = len(beside.acknowledged)
-        until(lambda: len(beside.acknowledged) > count + 20)
+        wait_for(lambda: len(beside.acknowledged) > count + 20)
         print(load.end(two, beside))

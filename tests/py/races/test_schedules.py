@@ -22,8 +22,9 @@ import pytest
 
 from pgdefer.database.embedded import EmbeddedServer, temporary_server
 from support import create_database, install
+from workers import wait_for
 
-from .conftest import Sleeper, until
+from .conftest import Sleeper
 
 pytestmark = pytest.mark.client
 
@@ -149,7 +150,7 @@ def test_fetches_and_ticks(dsn: str, conn: Connection, start_sleepers: StartSlee
         time.sleep(4)
     for i in range(20):
         conn.execute("select queue.enable_schedule(%s, false)", (f"s{i}",))
-    jobs = until(
+    jobs = wait_for(
         lambda: conn.execute(
             "select count(*) from queue.jobs having bool_and(state = 'succeeded')"
         ).fetchone()
@@ -191,7 +192,7 @@ def test_changes_against_tickers(dsn: str, connect: Connect, conn: Connection) -
         for thread in threads:
             thread.start()
         try:
-            until(lambda: errors or len(conn.execute(JOBS).fetchall()) >= 5)
+            wait_for(lambda: errors or len(conn.execute(JOBS).fetchall()) >= 5)
         finally:
             is_short.clear()
         for thread in threads:
@@ -212,7 +213,7 @@ def test_paused_queue(dsn: str, conn: Connection) -> None:
         resuming = now(conn)
         conn.execute("select queue.resume('default')")
         resumed = now(conn)
-        until(lambda: all(runs[-1] > resumed for runs in sound(conn).values()))
+        wait_for(lambda: all(runs[-1] > resumed for runs in sound(conn).values()))
     found = sound(conn)
     assert all(runs[-1] <= paused for runs in during.values()), "nothing piles up"
     assert is_gapless(found["all"], 1)
@@ -232,7 +233,7 @@ def test_queueing_lock_of_an_open_transaction(dsn: str, connect: Connect, conn: 
     application = connect(autocommit=False)
     application.execute("select queue.defer('a', queueing_lock => 'k')")
     with ticking(dsn, 2, pause=0.01):
-        reason = until(
+        reason = wait_for(
             lambda: conn.execute(
                 "select 1 from queue.schedules where reason = 'queueing_lock'"
             ).fetchone()
@@ -241,7 +242,7 @@ def test_queueing_lock_of_an_open_transaction(dsn: str, connect: Connect, conn: 
         time.sleep(2)
         meanwhile = sound_names(conn)
         application.rollback()
-        until(lambda: "waits" in sound_names(conn))
+        wait_for(lambda: "waits" in sound_names(conn))
     assert meanwhile == {"goes on"}
     runs = sound(conn)["goes on"]
     assert len(runs) >= 2
@@ -292,7 +293,7 @@ def test_what_pg_cron_calls(connect: Connect, conn: Connection) -> None:
         conn.execute("select queue.grant_access('pgdefer_cron', 'operator')")
         schedule(conn, "s", "every 1 second")
         cron = connect(user="pgdefer_cron")
-        until(lambda: cron.execute("select queue.tick()") and "s" in sound_names(conn))
+        wait_for(lambda: cron.execute("select queue.tick()") and "s" in sound_names(conn))
         cron.close()
         sound(conn)
     finally:
@@ -304,10 +305,10 @@ def test_an_idle_worker_starts_on_the_second(
     conn: Connection, start_sleepers: StartSleepers
 ) -> None:
     [sleeper] = start_sleepers(1)
-    until(lambda: sleeper.is_asleep)
+    wait_for(lambda: sleeper.is_asleep)
     schedule(conn, "s", "every 1 second")
     scheduled_at = time.time()
-    until(lambda: len(sleeper.claimed) >= 6)
+    wait_for(lambda: len(sleeper.claimed) >= 6)
     sleeps = [sleep for sleep in sleeper.sleeps if sleep.asked_at > scheduled_at]
     conn.execute("select queue.unschedule('s')")
     rows = conn.execute(
@@ -406,7 +407,7 @@ def test_outage_of_three_hours(clock: Clock) -> None:
         schedule(conn, "overlap", cron, catch_up="all", overlap="skip")
         clock.set(3 * HOUR)
         with ticking(clock.dsn, 8):
-            until(lambda: len(sound(conn).get("all", [])) == 9)
+            wait_for(lambda: len(sound(conn).get("all", [])) == 9)
             time.sleep(0.5)
         found = sound(conn)
         assert {name: len(runs) for name, runs in found.items()} == {
@@ -435,7 +436,7 @@ def test_outage_of_three_hours(clock: Clock) -> None:
 def wait_for_ticks(tickers: list[Ticker]) -> None:
     """Wait until each has begun and ended a tick since the call."""
     before = [ticker.ticks for ticker in tickers]
-    until(lambda: all(t.ticks > n + 1 for t, n in zip(tickers, before, strict=True)))
+    wait_for(lambda: all(t.ticks > n + 1 for t, n in zip(tickers, before, strict=True)))
 
 
 @pytest.mark.long
@@ -454,11 +455,11 @@ def test_clock_steps(clock: Clock) -> None:
             found = runs(name)
             return bool(found) and found[-1] >= at
 
-        until(lambda: runs("latest"))
+        wait_for(lambda: runs("latest"))
         for turn in range(2):
             at = now(conn) + dt.timedelta(seconds=HOUR)
             clock.set((turn + 1) * HOUR)
-            until(lambda at=at: is_reached("latest", at) and is_reached("all", at))
+            wait_for(lambda at=at: is_reached("latest", at) and is_reached("all", at))
             # Back: finished runs do not run again.
             clock.set(0)
             wait_for_ticks(tickers)
@@ -472,7 +473,7 @@ def test_clock_steps(clock: Clock) -> None:
                 assert {name: runs(name)[-1] for name in ("all", "latest")} == last
                 # Other schedules begin at once, whatever the clock showed before.
                 schedule(conn, f"from {turn}, {step}", "every 1 second", overlap="skip")
-                until(lambda name=f"from {turn}, {step}": runs(name))
+                wait_for(lambda name=f"from {turn}, {step}": runs(name))
         clock.set(2 * HOUR)
-        until(lambda: is_reached("latest", last["latest"] + dt.timedelta(seconds=2)))
+        wait_for(lambda: is_reached("latest", last["latest"] + dt.timedelta(seconds=2)))
         assert is_gapless(runs("all"), 10), "nothing is lost where all is to be made up for"

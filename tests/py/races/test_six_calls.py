@@ -10,7 +10,7 @@ from typing import Any
 
 import psycopg
 
-from .conftest import until
+from workers import wait_for
 
 Connection = psycopg.Connection[Any]
 Connect = Callable[..., Connection]
@@ -141,9 +141,9 @@ def test_every_job_ends(connect: Connect) -> None:
     for client in clients:
         client.start()
     try:
-        until(lambda: value(conn, f"{UNFINISHED} and task <> 'often'") == 0, 120)
+        wait_for(lambda: value(conn, f"{UNFINISHED} and task <> 'often'") == 0, 120)
         runs = "select count(*) from queue.jobs where task = 'often' and state = 'succeeded'"
-        until(lambda: value(conn, runs) > 1, 30)
+        wait_for(lambda: value(conn, runs) > 1, 30)
     finally:
         for client in clients:
             client.stop()
@@ -169,7 +169,7 @@ def test_many_crashed_and_one_ready(connect: Connect) -> None:
     conn.execute("select count(*) from queue.fetch(%s, null, 300)", [dead])
     conn.execute("select queue.worker_died(%s)", [dead])
     crashed = "select count(*) from queue.jobs where crashes = 1 and state = 'ready'"
-    until(lambda: value(conn, "select reaped from queue.reap()") == 0, 30)
+    wait_for(lambda: value(conn, "select reaped from queue.reap()") == 0, 30)
     assert value(conn, crashed) == 300
     conn.execute("select queue.defer('plain')")
     worker = value(conn, "select queue.register_worker('w')")

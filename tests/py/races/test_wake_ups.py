@@ -20,7 +20,9 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from .conftest import Sleeper, until
+from workers import wait_for
+
+from .conftest import Sleeper
 
 Connection = psycopg.Connection[Any]
 Connect = Callable[..., Connection]
@@ -128,7 +130,7 @@ def latency(sleepers: list[Sleeper], job: tuple[int, float], seconds: float = 10
     def claim() -> float | None:
         return next((c.at for s in sleepers for c in list(s.claimed) if c.id == job[0]), None)
 
-    at: float = until(claim, seconds)
+    at: float = wait_for(claim, seconds)
     return at - job[1]
 
 
@@ -139,16 +141,16 @@ def test_a_frozen_lead_stops_nobody_from_being_woken(
     os.kill(lead.pid, signal.SIGSTOP)
     sleepers = start_sleepers(3)
     for _ in range(20):
-        until(lambda: all(s.is_asleep for s in sleepers))
+        wait_for(lambda: all(s.is_asleep for s in sleepers))
         assert latency(sleepers, defer_one(conn)) < SLACK
     assert {c.after for s in sleepers for c in s.claimed} <= {"notified", "busy"}
     assert [p for s in sleepers for p in s.polls] == []
     # If it is killed, nobody has the sleep lock until another worker tries again, within 5 s.
-    until(lambda: all(s.is_asleep for s in sleepers))
+    wait_for(lambda: all(s.is_asleep for s in sleepers))
     lead.kill()
-    until(lambda: not conn.execute(SLEEP_LOCK).fetchall())
+    wait_for(lambda: not conn.execute(SLEEP_LOCK).fetchall())
     assert latency(sleepers, defer_one(conn)) < 5 + SLACK
-    until(lambda: all(s.is_asleep for s in sleepers))
+    wait_for(lambda: all(s.is_asleep for s in sleepers))
     assert len(conn.execute(SLEEP_LOCK).fetchall()) == 1
     assert latency(sleepers, defer_one(conn)) < SLACK
 
@@ -169,7 +171,7 @@ def test_the_deputy_finds_what_the_first_leaves(
 ) -> None:
     """The first in the line is frozen or killed: the deputy, and those behind it, lose no time."""
     sleepers = start_sleepers(4, in_line=True)
-    until(lambda: len(conn.execute(IN_LINE).fetchall()) == 5)
+    wait_for(lambda: len(conn.execute(IN_LINE).fetchall()) == 5)
     assert conn.execute(IN_LINE).fetchall()[0] == ("lead",)
     os.kill(lead.pid, end)
 
@@ -177,7 +179,7 @@ def test_the_deputy_finds_what_the_first_leaves(
         assert latency(sleepers, defer_one(conn)) < 1 + SLACK
         return ("lead",) not in conn.execute(IN_LINE).fetchall()
 
-    until(is_passed_over)
+    wait_for(is_passed_over)
 
 
 def test_a_long_producer_makes_sleepers_poll_ever_less(
@@ -187,7 +189,7 @@ def test_a_long_producer_makes_sleepers_poll_ever_less(
     held = long.execute("select * from queue.defer('held up')").fetchone()
     assert held is not None
     sleepers = start_sleepers(3)
-    until(lambda: all(1.0 in s.polls for s in sleepers))
+    wait_for(lambda: all(1.0 in s.polls for s in sleepers))
     latencies = [latency(sleepers, defer_one(conn)) for _ in range(4)]
     assert max(latencies) < 1 + SLACK
     for sleeper in sleepers:
@@ -196,7 +198,7 @@ def test_a_long_producer_makes_sleepers_poll_ever_less(
         assert sleeper.sleeps == []
     long.commit()
     assert latency(sleepers, (held[0], time.monotonic())) < 1 + SLACK
-    until(lambda: all(s.is_asleep for s in sleepers))
+    wait_for(lambda: all(s.is_asleep for s in sleepers))
     assert latency(sleepers, defer_one(conn)) < SLACK
     print("beside a long producer:", ", ".join(f"{s * 1e3:.0f} ms" for s in latencies))
 
@@ -289,7 +291,7 @@ def test_notifications_switched_off(
     listener, producer = connect(), connect()
     listener.execute("listen pgdefer")
     sleepers = start_sleepers(2)
-    until(lambda: sum(len(s.sleeps) for s in sleepers) >= 2)
+    wait_for(lambda: sum(len(s.sleeps) for s in sleepers) >= 2)
     for _ in range(2):
         assert latency(sleepers, defer_one(producer)) < 1 + SLACK
     xid = producer.xid(1, "sleep lock", "a")
@@ -305,7 +307,7 @@ def test_notifications_switched_off(
 
 def test_sleepers_that_do_not_listen(conn: Connection, start_sleepers: StartSleepers) -> None:
     sleepers = start_sleepers(2, listen=False)
-    until(lambda: all(s.is_asleep for s in sleepers))
+    wait_for(lambda: all(s.is_asleep for s in sleepers))
     assert conn.execute(SLEEP_LOCK).fetchall() == []
     for _ in range(2):
         assert latency(sleepers, defer_one(conn)) < 1 + SLACK
@@ -313,7 +315,7 @@ def test_sleepers_that_do_not_listen(conn: Connection, start_sleepers: StartSlee
 
 def test_a_due_schedule_is_met_by_sleepers(conn: Connection, start_sleepers: StartSleepers) -> None:
     sleepers = start_sleepers(3)
-    until(lambda: all(s.is_asleep for s in sleepers))
+    wait_for(lambda: all(s.is_asleep for s in sleepers))
     for delay in (0.3, 0.7, 1.3):
         row = conn.execute(
             "select * from queue.defer('t', options => jsonb_build_object('delay', %s::float))",
