@@ -81,7 +81,9 @@ def test_the_owner_has_one_right(managed: Managed) -> None:
     assert managed.ask("owner", "select to_regnamespace('queue')::text") == [(None,)]
 
 
-async def test_everything(managed: Managed, form: Form) -> None:
+async def test_an_owner_who_is_no_superuser_installs_operates_and_removes(
+    managed: Managed, form: Form
+) -> None:
     done = install(managed.dsn("owner"), form)
     assert (done.before, done.form) == (None, form)
     assert install(managed.dsn("owner"), form).before == done.version

@@ -51,7 +51,9 @@ def states(conn: Connection) -> set[str]:
 
 
 @pytest.mark.parametrize("hears", [False, True])
-async def test_everything(dsn: str, bouncer: Bouncer, conn: Connection, hears: bool) -> None:
+async def test_an_app_works_through_a_pool_of_transactions(
+    dsn: str, bouncer: Bouncer, conn: Connection, hears: bool
+) -> None:
     app = App(bouncer.dsn, pgbouncer=True, listen_dsn=dsn if hears else None)
     url = url_of(bouncer.dsn)
     engine = sa_async.create_async_engine(

@@ -114,7 +114,7 @@ def granted(connection: Connection, kind: str) -> set[str]:
     return {name for (name,) in rows if not name.startswith("shard_")}
 
 
-def test_views(both: tuple[Connection, Connection]) -> None:
+def test_views_show_what_the_primary_shows(both: tuple[Connection, Connection]) -> None:
     primary, standby = both
     views = granted(primary, "view")
     assert len(views) > 10
@@ -127,7 +127,9 @@ def test_views(both: tuple[Connection, Connection]) -> None:
     assert standby.execute(jobs).fetchall() == primary.execute(jobs).fetchall() != []
 
 
-def test_functions(both: tuple[Connection, Connection], ids: dict[str, int]) -> None:
+def test_functions_that_read_return_what_the_primary_returns(
+    both: tuple[Connection, Connection], ids: dict[str, int]
+) -> None:
     primary, standby = both
     assert granted(primary, "function") == set(READS)
     for name, call in READS.items():
@@ -155,7 +157,9 @@ def test_changes_are_refused(both: tuple[Connection, Connection], ids: dict[str,
 
 
 @pytest.mark.long
-def test_commands(pair: Pair, ids: dict[str, int], tmp_path: Path) -> None:
+def test_commands_that_read_work_and_others_are_refused(
+    pair: Pair, ids: dict[str, int], tmp_path: Path
+) -> None:
     def run(dsn: str, *arguments: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "pgdefer", *arguments, "--dsn", dsn]
         done = subprocess.run(

@@ -107,7 +107,9 @@ async def test_records_have_fields(
             assert "Traceback" in str(record.exc_text)
 
 
-async def test_hooks(app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture) -> None:
+async def test_hooks_are_called_at_their_events(
+    app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
     heard: list[Any] = []
 
     @app.on("exhausted")

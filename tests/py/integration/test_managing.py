@@ -329,7 +329,9 @@ async def test_wrong_states(app: App, conn: Connection, jobs: Jobs, call: Call) 
     assert jobs() == before
 
 
-async def test_force(app: App, conn: Connection, jobs: Jobs, call: Call) -> None:
+async def test_force_changes_running_and_needed_jobs(
+    app: App, conn: Connection, jobs: Jobs, call: Call
+) -> None:
     job = app.defer("t")
     claim(conn)
     assert await call(job.retry, force=True) == "ready"

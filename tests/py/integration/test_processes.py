@@ -368,7 +368,9 @@ async def test_processes_that_cannot_live(
     assert worker.finished == 2
 
 
-async def test_memory(tasks: Any, app: App, jobs: Jobs) -> None:
+async def test_a_job_above_max_memory_fails_and_its_process_goes_on(
+    tasks: Any, app: App, jobs: Jobs
+) -> None:
     async with running(app, concurrency=1) as worker:
         small = await tasks.use.defer_async(50)
         large = await tasks.use.defer_async(1000)

@@ -466,7 +466,7 @@ def test_what_ends_the_worker_is_raised(blank_dsn: str) -> None:
     app.close()
 
 
-def test_queues(app: App, jobs: Jobs) -> None:
+def test_a_stream_has_the_jobs_of_its_queues(app: App, jobs: Jobs) -> None:
     app.defer("any", queue="a")
     app.defer("any", queue="b")
     with app.stream_jobs(["a"], drain=True) as stream:
@@ -477,7 +477,7 @@ def test_queues(app: App, jobs: Jobs) -> None:
 
 
 @pytest.mark.anyio
-async def test_async(app: App, jobs: Jobs) -> None:
+async def test_an_asynchronous_stream(app: App, jobs: Jobs) -> None:
     for n in range(30):
         await app.defer_async("any", {"n": n})
     seen = []

@@ -356,7 +356,9 @@ sys.exit(supervisor.Supervisor(command, ["--dead-after", "3600"], 1).run())
         assert supervisor.wait(300) == 0
 
 
-def test_heartbeats(supervise: Supervise, conn: Connection) -> None:
+def test_its_workers_send_heartbeats_as_its_options_say(
+    supervise: Supervise, conn: Connection
+) -> None:
     supervise("--processes", "1", "--heartbeat-every", "0.1", "--dead-after", "60")
     seen = "select dead_after, info -> 'heartbeat_every', last_seen_at from queue.workers"
     dead_after, every, first = wait_for(lambda: conn.execute(seen).fetchone())

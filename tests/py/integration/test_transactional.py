@@ -522,7 +522,7 @@ def url(dsn: str) -> sa.URL:
     return url
 
 
-async def test_sessions(app: App, jobs: Jobs, conn: Connection, url: sa.URL) -> None:
+async def test_sessions_of_sqlalchemy(app: App, jobs: Jobs, conn: Connection, url: sa.URL) -> None:
     engine = sa.create_engine(url)
     async_engine = sa_async.create_async_engine(url)
 
@@ -559,7 +559,9 @@ async def test_sessions(app: App, jobs: Jobs, conn: Connection, url: sa.URL) -> 
 # The example of mode `any`: a sort whose jobs partition, and wait for the part that comes first
 
 
-async def test_quicksort(app: App, jobs: Jobs, conn: Connection) -> None:
+async def test_a_sort_whose_jobs_wait_for_any_of_their_parts(
+    app: App, jobs: Jobs, conn: Connection
+) -> None:
     """Jobs sort partitions and defer more jobs; a part has ended when its job has.
 
     A job that is woken checks which of its parts are done: it may run while others are not.

@@ -60,7 +60,7 @@ async def test_async_and_sync_tasks(app: App, jobs: Jobs) -> None:
     assert shown[second.id]["result"] == "X"
 
 
-async def test_failures(app: App, jobs: Jobs) -> None:
+async def test_whatever_a_handler_raises_fails_its_job(app: App, jobs: Jobs) -> None:
     @app.task
     async def explode() -> None:
         raise ValueError("secretless")
@@ -347,7 +347,7 @@ async def test_retries_follow_the_registered_policy(app: App, jobs: Jobs) -> Non
     assert all(0.04 < pause < 4.0 for pause in pauses)  # it polls every 5 s
 
 
-async def test_yielding(app: App, jobs: Jobs) -> None:
+async def test_retry_later_yields_the_job(app: App, jobs: Jobs) -> None:
     runs = []
 
     @app.task
@@ -426,7 +426,7 @@ async def test_a_coroutine_that_blocks_the_loop_past_its_timeout(
     assert [row["outcome"] for row in jobs.attempts()] == ["timed_out"] * 4
 
 
-async def test_timeouts(app: App, jobs: Jobs) -> None:
+async def test_a_handler_past_its_timeout_is_timed_out(app: App, jobs: Jobs) -> None:
     @app.task(timeout=dt.timedelta(milliseconds=50))
     async def endless() -> None:
         await asyncio.sleep(30)
@@ -446,7 +446,7 @@ async def test_timeouts(app: App, jobs: Jobs) -> None:
     assert [a["outcome"] for a in jobs.attempts()] == ["timed_out", "timed_out"]
 
 
-async def test_aborts(app: App, jobs: Jobs, conn: Connection) -> None:
+async def test_a_running_job_is_aborted(app: App, jobs: Jobs, conn: Connection) -> None:
     started = []
 
     @app.task(retry=Retry(None))
@@ -593,7 +593,7 @@ async def test_a_schedule_starts_in_time(app: App, jobs: Jobs) -> None:
             pytest.fail(f"late by {late} s")
 
 
-async def test_draining(app: App, jobs: Jobs) -> None:
+async def test_drain_also_runs_the_jobs_that_jobs_defer(app: App, jobs: Jobs) -> None:
     @app.task
     async def task(n: int) -> None:
         if n:

@@ -243,7 +243,7 @@ MANAGING: dict[str, tuple[Callable[[App], object], str]] = {
 
 
 @pytest.mark.parametrize("what", MANAGING)
-def test_managing(what: str) -> None:
+def test_a_wrong_call_that_manages_is_told_the_right_one(what: str) -> None:
     usage, instead = MANAGING[what]
     with pytest.raises((TypeError, ValueError)) as raised:
         usage(App("postgresql://nowhere.invalid/x"))

@@ -109,7 +109,7 @@ def test_an_app_is_named_by_its_module() -> None:
     assert App("postgresql://h/d", name="shop").name == "shop"
 
 
-def test_vanished() -> None:
+def test_schedules_that_the_code_no_longer_has_are_removed() -> None:
     assert removed_schedules(["a", "c", "b"], ["b", "x"]) == ["a", "c"]
 
 
