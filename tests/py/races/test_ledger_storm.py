@@ -19,7 +19,6 @@ import itertools
 import json
 import random
 import select
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +33,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pgdefer.database.embedded import EmbeddedServer
 from pgdefer.database.install import install
 
+from .kept import keep_tables
 from .machines import matches
 
 Connection = psycopg.Connection[Any]
@@ -1000,20 +1000,9 @@ def owned(blank_dsn: str, server: EmbeddedServer) -> Iterator[str]:
 
 def dump(dsn: str, ledger: Ledger, name: str) -> Path:
     """Write the ledger and all tables of the queue into a folder."""
-    folder = Path(tempfile.mkdtemp(prefix=f"pgdefer-storm-{name}-"))
+    folder = keep_tables(dsn, name)
     with (folder / "ledger.jsonl").open("w") as file:
         file.writelines(json.dumps(note, default=str) + "\n" for note in list(ledger.notes))
-    with psycopg.connect(dsn, autocommit=True) as conn:
-        tables = conn.execute(
-            "select relname from pg_class where relnamespace = 'queue'::regnamespace and relkind = 'r'"
-        ).fetchall()
-        for (table,) in [*tables, ("jobs",), ("attempts",)]:
-            copy = sql.SQL("copy (select * from queue.{}) to stdout with (format csv, header)")
-            with (
-                (folder / f"{table}.csv").open("wb") as file,
-                conn.cursor().copy(copy.format(sql.Identifier(table))) as rows,
-            ):
-                file.writelines(bytes(row) for row in rows)
     return folder
 
 

@@ -15,7 +15,6 @@ import itertools
 import json
 import random
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,8 @@ from typing import Any
 
 import psycopg
 import pytest
-from psycopg import sql
+
+from .kept import keep_tables
 
 pytestmark = pytest.mark.long
 
@@ -214,7 +214,6 @@ class Storm:
             producers = [self.thread(self.produce, n) for n in range(PRODUCERS)]
             others = [self.thread(self.work, n) for n in range(WORKERS)]
             others += [self.thread(self.operate, 0), self.thread(self.tick, 0)]
-            threading.Event().wait(0)
             for thread in producers:
                 thread.join()
             self.is_over.set()
@@ -667,20 +666,7 @@ class Storm:
 
 def keep(dsn: str, seed: int, ledger: Ledger) -> Path:
     """Write every table and the ledger to a folder, to analyse failures."""
-    folder = Path(tempfile.mkdtemp(prefix=f"pgdefer-storm-{seed}-"))
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        tables = connection.execute(
-            "select relname from pg_class where relnamespace = 'queue'::regnamespace"
-            " and relkind in ('r', 'v') order by relname"
-        ).fetchall()
-        for (table,) in tables:
-            copy = sql.SQL("copy (select * from queue.{}) to stdout (format csv, header)")
-            with (
-                (folder / f"{table}.csv").open("wb") as file,
-                connection.cursor().copy(copy.format(sql.Identifier(table))) as rows,
-            ):
-                for row in rows:
-                    file.write(row)
+    folder = keep_tables(dsn, str(seed))
     (folder / "faults.txt").write_text("\n".join(ledger.faults), "utf-8")
     jobs = [repr(job) for _, job in sorted(ledger.jobs.items())]
     (folder / "ledger.txt").write_text("\n".join(jobs), "utf-8")
