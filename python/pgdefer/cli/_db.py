@@ -118,10 +118,7 @@ def tick(dsn: DSN = None, as_json: AsJson = False) -> None:
     """Do everything that is due, as workers do."""
     with session(dsn, as_json=as_json) as on:
         rows = on.call(sql.TICK_ONCE)
-    if rows.texts is not None:
-        _show.write(rows.texts[0])
-    else:
-        _show.record(rows.values[0])
+    _show.only_record(rows)
 
 
 @db.command("prune")

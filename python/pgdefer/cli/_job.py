@@ -413,10 +413,7 @@ def take_next(
     if not rows.values:
         err.print("There is no job to take.", highlight=False)
         raise typer.Exit(Exit.NOTHING)
-    if rows.texts is not None:
-        _show.write(rows.texts[0])
-    else:
-        _show.record(rows.values[0])
+    _show.only_record(rows)
 
 
 # Changing

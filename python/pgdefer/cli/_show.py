@@ -293,6 +293,14 @@ def answer(rows: Rows, words: Callable[[Mapping[str, Any]], str]) -> None:
         out.print(Text(words(rows.values[0])), soft_wrap=True)
 
 
+def only_record(rows: Rows) -> None:
+    """Print the only row of a call: as JSON, or with one value per line."""
+    if rows.texts is not None:
+        write(rows.texts[0])
+    else:
+        record(rows.values[0])
+
+
 def outcomes(rows: Rows) -> None:
     """Print each job's outcome; refusals go to stderr."""
     if rows.texts is not None:
