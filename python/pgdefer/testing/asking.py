@@ -24,6 +24,8 @@ __all__ = ["AskingQueue"]
 
 _PAGE = 1000
 _LONGEST = dt.timedelta(days=365_000)
+# The options of a schedule that queue.defer does not take, or not in this form.
+_OF_SCHEDULES = {"catch_up", "max_delay", "overlap", "enabled", "deadline"}
 
 
 class AskingQueue(Assertions[DeferredJob]):
@@ -101,11 +103,10 @@ class AskingQueue(Assertions[DeferredJob]):
             }
             rows = await self._call(sql.RUNS_WITHIN, parameters)
             runs += [(run_at, schedule) for (run_at,) in rows]
-        options_of = {"catch_up", "max_delay", "overlap", "enabled", "deadline"}
         ids = []
         for run_at, schedule in sorted(runs, key=lambda run: (run[0], run[1].name)):
             args = json.loads(schedule.args) | {SCHEDULED_FOR: run_at.isoformat()}
-            rest = {k: v for k, v in schedule.options.items() if k not in options_of}
+            rest = {k: v for k, v in schedule.options.items() if k not in _OF_SCHEDULES}
             job = {"task": schedule.task, "args": args, **_nested(rest)}
             rows = await self._call(sql.DEFER_MANY, {"jobs": json.dumps([job])})
             ids.append(rows[0][0])
