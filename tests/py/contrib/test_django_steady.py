@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from django.core.management import call_command
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Job
 from support import ROOT
+from workers import wait_for
 
 pytestmark = pytest.mark.client
 
@@ -205,20 +205,15 @@ def test_workers_of_both_run_beside(
     drain: Callable[..., None],
 ) -> None:
     assert theirs("-c", MANY).wait() == 0
-
-    def until(query: bytes) -> None:
-        end = time.monotonic() + 120
-        while conn.execute(query).fetchone() != (True,):
-            assert time.monotonic() < end, query
-            time.sleep(0.05)
-
+    some_ran = "select from ledger offset 20"
+    unfinished = "select from steady_queue_job where finished_at is null"
     worker = theirs("-m", "django", "steady_queue", "--disable-autoload")
     try:
-        until(b"select count(*) > 20 from ledger")
+        wait_for(lambda: conn.execute(some_ran).rowcount)
         first = moved(capsys)
         assert first["moved"] > 0
         drain()
-        until(b"select not exists (select from steady_queue_job where finished_at is null)")
+        wait_for(lambda: not conn.execute(unfinished).rowcount)
     finally:
         worker.terminate()
         worker.wait()
