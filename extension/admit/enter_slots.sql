@@ -252,6 +252,7 @@ begin
         coalesce(p_moves[v_n] + (v_keys.keys[v_shut] <> p_from[v_n])::integer, 0)) end;
       v_wait_moves := v_wait_moves || v_moves;
       if v_moves = {{patience}} and v_waiting[v_shut] = 1 and not v_is_behind
+        and v_counts.free[v_shut] < least(v_weight, v_counts.slots[v_shut])
         and queue._may_reserve(p_lanes[v_n], array(select v_keys.keys[k]
           from unnest(v_keys.pairs[v_first : v_row - 1]) k)) then
         while v_keys.pairs[v_first] < v_shut loop

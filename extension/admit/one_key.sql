@@ -15,8 +15,9 @@ begin
 end $$;
 
 -- p_n claims of jobs with one key have ended (_only_key). Gives their slots to the jobs that wait for them,
--- as _release_slots and _refill do together, if the key has no rate, and its jobs that are ready or wait are
--- in one lane without shares. is_done: whether it did; if not, nothing has changed.
+-- as _release_slots and _refill do together, if the key has no rate, its jobs that are ready or wait are in
+-- one lane without shares, and none of them has reserved slots. is_done: whether it did; if not, nothing has
+-- changed.
 -- With p_max_jobs, it also claims the jobs that the next fetch of p_worker would claim from p_queues (names;
 -- NULL: all), if they are simple: the first ready ones, or if none is ready, those that get the slots. The
 -- semaphore is then changed once, and the latter save an update and their entry in the index of lanes. ids:
@@ -55,7 +56,8 @@ begin
     where l.lane = s.lanes[1] offset 0) l on true
   where s.key = p_key order by s.tick desc limit 1;
   v_room := least(v_count.slots - v_count.used - v_count.ready[1], v_count.waiting[1]);
-  if v_count.is_plain is not true then
+  if v_count.is_plain is not true or v_count.waiting[1] > v_room
+    and exists (select from queue.waiting w where w.reserved is not null and w.key = p_key) then
     return;
   elsif v_room > 0 then
     select array_agg(w.tid) as tids, array_agg(w.id) as ids, array_agg(w.attempt) as attempts,

@@ -96,6 +96,9 @@ begin
     end if;
   end loop;
   perform queue._await_rates(p_keys);
+  if exists (select from queue.waiting w where w.reserved is not null) then
+    v_grown := v_grown || queue._forgo(p_keys);
+  end if;
   return v_grown;
 end $$;
 

@@ -8,26 +8,26 @@
 -- and what it costs: docs/adr/0012-reserved-slots.md.
 --
 -- Only the first job of a line reserves, so that a hundred jobs that wait for one slot do not take all those
--- of another key. And no job does while jobs of a higher priority in its queue want one of these keys.
--- Why nothing stops: a job reserves slots only of keys that come before the one that it waits for, in the
--- order of _take_slots. So of the jobs that reserve slots, the one that waits for the last key waits only for
--- claims to end.
--- Other queues may serve the same keys. So a job gives its reserved slots back when it leaves its line: as a
--- ready job it has none, because maybe no worker serves its queue.
+-- of another key. And no job does while jobs of a higher priority in its queue wait for one of these keys.
+-- Why nothing stops: a job has reserved slots only while claims and reserved slots fill the key that it waits
+-- for, and only of keys that come before that one, in the order of _take_slots. So of the jobs that have
+-- reserved slots, the one that waits for the last key waits only for claims to end. If it waits for a ready
+-- job, or for a rate, it gives them back (_forgo): maybe no worker serves its queue, and others have the same
+-- keys. So it does when it leaves its line: as a ready job it has none.
 
--- Whether a job of a lane may reserve slots of keys: no job of its queue with a higher priority is ready with
--- one of them, or waits for one.
+-- Whether a job of a lane may reserve slots of keys: no job of its queue with a higher priority waits for one
+-- of them.
 create or replace function queue._may_reserve(p_lane integer, p_keys text[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
   return not exists (
     select from unnest(p_keys) u (key)
     cross join lateral (
-      select s.lanes from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
-    cross join lateral unnest(s.lanes) o (lane)
+      select s.lanes, s.waiting from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
+    cross join lateral unnest(s.lanes, s.waiting) o (lane, waiting)
     join queue.lane l on l.lane = o.lane
     join queue.lane own on own.lane = p_lane
-    where l.queue = own.queue and l.priority > own.priority);
+    where o.waiting > 0 and l.queue = own.queue and l.priority > own.priority);
 end $$;
 
 -- Frees the reserved slots of jobs that leave queue.waiting. Jobs may repeat: p_keys has a key of each.
@@ -43,4 +43,26 @@ begin
   from unnest(p_ids, p_keys) u (id, key)
   cross join lateral queue._keys_of(array[u.id], array[{{keys}}]::smallint[]) k
   where k.key = u.key;
+end $$;
+
+-- Frees the reserved slots of jobs that wait for one of these keys although claims leave room for them: for a
+-- ready job, or for a rate. Returns the keys of these slots.
+-- Locks and wake-ups: as _free_reserved.
+create or replace function queue._forgo(p_keys text[])
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_jobs record;
+begin
+  select array_agg(w.id) as ids, array_agg(r.key) as keys into v_jobs
+  from queue.waiting w
+  cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = w.key
+    order by s.tick desc limit 1) s
+  cross join lateral unnest(w.reserved) r (key)
+  where w.reserved is not null and w.key = any (p_keys)
+    and least(coalesce(w.weight, 1), s.slots) <= {{free_slots}};
+  if v_jobs.ids is not null then
+    update queue.waiting w set reserved = null where w.id = any (v_jobs.ids);
+    perform queue._free_reserved(v_jobs.ids, v_jobs.keys);
+  end if;
+  return v_jobs.keys;
 end $$;

@@ -82,6 +82,7 @@ end $$;
 -- If jobs wait for keys whose rate allows no more starts now, writes the time of the next start into the row
 -- of the first job of each lane; _admit_due then gives them their slots. If the rate allows one again since
 -- the caller looked, that time is now. While ready jobs use up the rate it writes none: claims call it again.
+-- Nor for lanes that wait for a heavy job (_heavy_firsts).
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.
@@ -107,7 +108,9 @@ begin
       where w.reason = 'slot' and w.key = s.key and w.lane = l.lane
         and (w.deadline, w.id) >= (l.low_deadline, l.low)
       order by w.deadline, w.id limit 1) w
-    where s.rate_limit is not null and l.waiting > 0)
+    where s.rate_limit is not null and l.waiting > 0
+      and not exists (select from queue._heavy_firsts(array[s.key]) h join queue.lane k on k.lane = l.lane
+        where h.queue = k.queue and h.priority > k.priority))
   -- joined to shut, the planner may read all waiting jobs
   update queue.waiting w set at = (select s.at + interval '1 microsecond' from shut s where s.id = w.id)
   where w.ctid = any (array(select s.tid from shut s where s.at is not null));
@@ -140,7 +143,10 @@ begin
       where w.reason = 'slot' and w.key = u.key and w.lane = o.lane
         and (w.deadline, w.id) >= (o.low_deadline, o.low)
       order by w.deadline, w.id limit 1) w
-    where o.waiting > 0 and w.weight is not null and least(w.weight, s.slots) > {{free_slots}} - o.ready
+    where o.waiting > 0 and w.weight is not null
+      and (least(w.weight, s.slots) > {{free_slots}} - o.ready
+        or least(w.weight, s.rate_limit) > queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit,
+          clock_timestamp()) - o.ready)
     order by u.key, l.queue, l.priority desc;
 end $$;
 

@@ -7444,6 +7444,7 @@ end $$;
 -- If jobs wait for keys whose rate allows no more starts now, writes the time of the next start into the row
 -- of the first job of each lane; _admit_due then gives them their slots. If the rate allows one again since
 -- the caller looked, that time is now. While ready jobs use up the rate it writes none: claims call it again.
+-- Nor for lanes that wait for a heavy job (_heavy_firsts).
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.
@@ -7469,7 +7470,9 @@ begin
       where w.reason = 'slot' and w.key = s.key and w.lane = l.lane
         and (w.deadline, w.id) >= (l.low_deadline, l.low)
       order by w.deadline, w.id limit 1) w
-    where s.rate_limit is not null and l.waiting > 0)
+    where s.rate_limit is not null and l.waiting > 0
+      and not exists (select from queue._heavy_firsts(array[s.key]) h join queue.lane k on k.lane = l.lane
+        where h.queue = k.queue and h.priority > k.priority))
   -- joined to shut, the planner may read all waiting jobs
   update queue.waiting w set at = (select s.at + interval '1 microsecond' from shut s where s.id = w.id)
   where w.ctid = any (array(select s.tid from shut s where s.at is not null));
@@ -7502,7 +7505,10 @@ begin
       where w.reason = 'slot' and w.key = u.key and w.lane = o.lane
         and (w.deadline, w.id) >= (o.low_deadline, o.low)
       order by w.deadline, w.id limit 1) w
-    where o.waiting > 0 and w.weight is not null and least(w.weight, s.slots) > least(s.slots, 1000000000/* most_slots */) - s.used - o.ready
+    where o.waiting > 0 and w.weight is not null
+      and (least(w.weight, s.slots) > least(s.slots, 1000000000/* most_slots */) - s.used - o.ready
+        or least(w.weight, s.rate_limit) > queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit,
+          clock_timestamp()) - o.ready)
     order by u.key, l.queue, l.priority desc;
 end $$;
 
@@ -7667,26 +7673,26 @@ end $$;
 -- and what it costs: docs/adr/0012-reserved-slots.md.
 --
 -- Only the first job of a line reserves, so that a hundred jobs that wait for one slot do not take all those
--- of another key. And no job does while jobs of a higher priority in its queue want one of these keys.
--- Why nothing stops: a job reserves slots only of keys that come before the one that it waits for, in the
--- order of _take_slots. So of the jobs that reserve slots, the one that waits for the last key waits only for
--- claims to end.
--- Other queues may serve the same keys. So a job gives its reserved slots back when it leaves its line: as a
--- ready job it has none, because maybe no worker serves its queue.
+-- of another key. And no job does while jobs of a higher priority in its queue wait for one of these keys.
+-- Why nothing stops: a job has reserved slots only while claims and reserved slots fill the key that it waits
+-- for, and only of keys that come before that one, in the order of _take_slots. So of the jobs that have
+-- reserved slots, the one that waits for the last key waits only for claims to end. If it waits for a ready
+-- job, or for a rate, it gives them back (_forgo): maybe no worker serves its queue, and others have the same
+-- keys. So it does when it leaves its line: as a ready job it has none.
 
--- Whether a job of a lane may reserve slots of keys: no job of its queue with a higher priority is ready with
--- one of them, or waits for one.
+-- Whether a job of a lane may reserve slots of keys: no job of its queue with a higher priority waits for one
+-- of them.
 create or replace function queue._may_reserve(p_lane integer, p_keys text[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
   return not exists (
     select from unnest(p_keys) u (key)
     cross join lateral (
-      select s.lanes from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
-    cross join lateral unnest(s.lanes) o (lane)
+      select s.lanes, s.waiting from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
+    cross join lateral unnest(s.lanes, s.waiting) o (lane, waiting)
     join queue.lane l on l.lane = o.lane
     join queue.lane own on own.lane = p_lane
-    where l.queue = own.queue and l.priority > own.priority);
+    where o.waiting > 0 and l.queue = own.queue and l.priority > own.priority);
 end $$;
 
 -- Frees the reserved slots of jobs that leave queue.waiting. Jobs may repeat: p_keys has a key of each.
@@ -7702,6 +7708,28 @@ begin
   from unnest(p_ids, p_keys) u (id, key)
   cross join lateral queue._keys_of(array[u.id], array[4/* keys */]::smallint[]) k
   where k.key = u.key;
+end $$;
+
+-- Frees the reserved slots of jobs that wait for one of these keys although claims leave room for them: for a
+-- ready job, or for a rate. Returns the keys of these slots.
+-- Locks and wake-ups: as _free_reserved.
+create or replace function queue._forgo(p_keys text[])
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_jobs record;
+begin
+  select array_agg(w.id) as ids, array_agg(r.key) as keys into v_jobs
+  from queue.waiting w
+  cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = w.key
+    order by s.tick desc limit 1) s
+  cross join lateral unnest(w.reserved) r (key)
+  where w.reserved is not null and w.key = any (p_keys)
+    and least(coalesce(w.weight, 1), s.slots) <= least(s.slots, 1000000000/* most_slots */) - s.used;
+  if v_jobs.ids is not null then
+    update queue.waiting w set reserved = null where w.id = any (v_jobs.ids);
+    perform queue._free_reserved(v_jobs.ids, v_jobs.keys);
+  end if;
+  return v_jobs.keys;
 end $$;
 
 -- admit/retag.sql
@@ -8805,6 +8833,7 @@ begin
         coalesce(p_moves[v_n] + (v_keys.keys[v_shut] <> p_from[v_n])::integer, 0)) end;
       v_wait_moves := v_wait_moves || v_moves;
       if v_moves = 4/* patience */ and v_waiting[v_shut] = 1 and not v_is_behind
+        and v_counts.free[v_shut] < least(v_weight, v_counts.slots[v_shut])
         and queue._may_reserve(p_lanes[v_n], array(select v_keys.keys[k]
           from unnest(v_keys.pairs[v_first : v_row - 1]) k)) then
         while v_keys.pairs[v_first] < v_shut loop
@@ -8964,6 +8993,9 @@ begin
     end if;
   end loop;
   perform queue._await_rates(p_keys);
+  if exists (select from queue.waiting w where w.reserved is not null) then
+    v_grown := v_grown || queue._forgo(p_keys);
+  end if;
   return v_grown;
 end $$;
 
@@ -10514,8 +10546,9 @@ begin
 end $$;
 
 -- p_n claims of jobs with one key have ended (_only_key). Gives their slots to the jobs that wait for them,
--- as _release_slots and _refill do together, if the key has no rate, and its jobs that are ready or wait are
--- in one lane without shares. is_done: whether it did; if not, nothing has changed.
+-- as _release_slots and _refill do together, if the key has no rate, its jobs that are ready or wait are in
+-- one lane without shares, and none of them has reserved slots. is_done: whether it did; if not, nothing has
+-- changed.
 -- With p_max_jobs, it also claims the jobs that the next fetch of p_worker would claim from p_queues (names;
 -- NULL: all), if they are simple: the first ready ones, or if none is ready, those that get the slots. The
 -- semaphore is then changed once, and the latter save an update and their entry in the index of lanes. ids:
@@ -10554,7 +10587,8 @@ begin
     where l.lane = s.lanes[1] offset 0) l on true
   where s.key = p_key order by s.tick desc limit 1;
   v_room := least(v_count.slots - v_count.used - v_count.ready[1], v_count.waiting[1]);
-  if v_count.is_plain is not true then
+  if v_count.is_plain is not true or v_count.waiting[1] > v_room
+    and exists (select from queue.waiting w where w.reserved is not null and w.key = p_key) then
     return;
   elsif v_room > 0 then
     select array_agg(w.tid) as tids, array_agg(w.id) as ids, array_agg(w.attempt) as attempts,
@@ -20994,6 +21028,15 @@ begin
         where h.kind in ('ended', 'again') and h.flags & 16384/* queue_slot */ <> 0) k
       group by k.key) c on c.key = s.key
     where coalesce(s.used, 0) <> coalesce(c.n, 0) or left(s.key, 1) = 'm' and s.used > 1;
+  return query
+    select 'slots are reserved for a job whose key is not full'::text, w.id,
+      format('%s, %s', w.key, w.reserved)
+    from queue.waiting w
+    cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = w.key
+      order by s.tick desc limit 1) s
+    where w.reserved is not null and least(coalesce(w.weight, 1), s.slots) <= least(s.slots, 1000000000/* most_slots */) - s.used
+      and not exists (select from queue.pending_settlement h
+        where h.kind = 'refill' and h.payload ? w.key);
   return query
     select x.problem, null::bigint,
       format('%s, lane %s: slots %s, used %s, ready %s (%s), waiting %s (%s), low %s (%s)', x.key, x.lane,

@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(197);
+select plan(202);
 
 set pgdefer.notify = off;
 
@@ -68,6 +68,26 @@ select queue.set_deadline(array[:a + 3], now()) \g /dev/null
 select pg_temp.pass('61 minutes');
 select is(pg_temp.claim(), 'd', 'the nearest deadline is next');
 select is_empty('select * from queue.check()', 'in order');
+select pg_temp.end_all();
+
+-- A heavy job of a higher priority: light ones do not use up the rate that it waits for.
+select pg_temp.defer('a', '[{"key": "U", "rate": {"limit": 2, "per": "1 hour"}}]') \g /dev/null
+select pg_temp.claim() \g /dev/null
+select pg_temp.pass('30 minutes');
+select pg_temp.defer('b', '[{"key": "U", "rate": {"limit": 2, "per": "1 hour"}}]') \g /dev/null
+select pg_temp.claim() \g /dev/null
+select pg_temp.defer('light', '[{"key": "U", "rate": {"limit": 2, "per": "1 hour"}}]') as light \gset
+select pg_temp.defer('heavy', '[{"key": "U", "weight": 2, "rate": {"limit": 2, "per": "1 hour"}}]', '{"priority": 5}') as heavy \gset
+select queue.tick() \g /dev/null
+select pg_temp.pass('31 minutes');
+select is(pg_temp.claim(), null, 'a light job does not take the start that the heavy one needs');
+select queue.tick() \g /dev/null
+select is((select array_agg(w.id) from queue.waiting w where w.at is not null), array[:heavy]::bigint[], 'only the heavy one waits for a time');
+select is_empty('select * from queue.check()', 'that is in order');
+select pg_temp.pass('30 minutes');
+select is(pg_temp.claim(), 'heavy', 'it starts first');
+select pg_temp.pass('61 minutes');
+select is(pg_temp.claim(), 'light', 'then the light one');
 select pg_temp.end_all();
 
 -- With a limit as well, and a weight that counts in both.

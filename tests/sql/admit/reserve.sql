@@ -1,6 +1,6 @@
 -- Jobs with several keys that go from line to line, and in the end reserve slots.
 
-select plan(30);
+select plan(42);
 
 set pgdefer.notify = off;
 set statement_timeout = '20s';  -- a job that changes lines for ever is noticed
@@ -113,6 +113,67 @@ select pg_temp.finish_key('b') \g /dev/null
 select is(cardinality(pg_temp.fetch('{default}')), 2, 'jobs of another queue get both slots');
 select is((select j.state from queue.jobs j where j.id = :job), 'ready', 'while it is ready');
 select is_empty('select * from queue.check()', 'all is sound');
+select pg_temp.clear() \g /dev/null
+
+-- A job that waits for a ready one of its queue reserves nothing, as maybe nobody serves that queue.
+select pg_temp.defer('{a}'), pg_temp.defer('{b}') \g /dev/null
+select pg_temp.fetch() \g /dev/null
+select pg_temp.defer('{a,b}', queue => 'unserved') as job \gset
+select queue.tick() \g /dev/null
+update queue.waiting w set moves = 3 where w.id = :job;
+select pg_temp.finish_key('b') \g /dev/null
+select pg_temp.defer('{b}', queue => 'unserved') \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.finish_key('a') \g /dev/null
+select pg_temp.fetch('{default}') \g /dev/null
+select is((select w.key || ' ' || coalesce(w.reserved::text, '-') from queue.waiting w where w.id = :job), 'kb -', 'behind a ready job it reserves nothing');
+select is_empty('select * from queue.check()', 'all is sound');
+select pg_temp.clear() \g /dev/null
+
+-- Nor does one keep what it has reserved when its key has slots again: for a job that goes before it, or a rate.
+create procedure pg_temp.begin_reserved(inout job bigint default null) language plpgsql as $$
+declare
+  v_ignored integer;
+begin
+  perform pg_temp.defer('{a}'), pg_temp.defer('{b}');
+  commit;
+  perform pg_temp.fetch();
+  job := pg_temp.defer('{a,b}', queue => 'unserved');
+  commit;
+  call pg_temp.alternate(job, true, 0, v_ignored);
+  -- none waits for b in another queue
+  perform queue.cancel(w.id) from queue.waiting w where w.key = 'kb' and w.id <> job;
+end $$;
+call pg_temp.begin_reserved() \gset
+select is(pg_temp.reserved(:job), '{ka}', 'a job has reserved a slot');
+select queue.defer('first', queue => 'unserved', deadline => '2000-01-01Z', concurrency_key => 'b', concurrency_limit => 1) \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.finish_key('b') \g /dev/null
+select is(cardinality(pg_temp.fetch('{default}')), 1, 'another job gets it when one that goes before it is ready');
+select is(pg_temp.reserved(:job), null, 'it is not reserved any more');
+select is_empty('select * from queue.check()', 'all is sound');
+select pg_temp.clear() \g /dev/null
+select queue.configure_key('b', '{"rate": {"limit": 3, "per": "1 hour"}}') \g /dev/null
+select pg_temp.defer('{a}'), pg_temp.defer('{b}') \g /dev/null
+select pg_temp.fetch() \g /dev/null
+select pg_temp.defer('{a,b}') as job \gset
+call pg_temp.alternate(:job, true) \g /dev/null
+select is(pg_temp.reserved(:job), '{ka}', 'a job waits for a running one');
+select pg_temp.finish_key('b') \g /dev/null
+select is(cardinality(pg_temp.fetch()), 1, 'another job gets the slot when it waits for a rate');
+select alike(queue.why(:job), '%has used up its rate%', 'as it does');
+select is_empty('select * from queue.check()', 'all is sound');
+select queue.configure_key('b', '{"rate": null}') \g /dev/null
+select pg_temp.clear() \g /dev/null
+
+-- A job of a higher priority that is ready is no reason to reserve nothing: maybe no worker runs its task. One that waits is.
+select pg_temp.defer('{b}', 5) \g /dev/null
+select queue.tick() \g /dev/null
+select l.lane from queue.lane l where l.queue = 'default' and l.priority = 0 \gset
+select is(queue._may_reserve(:lane, '{kb}'), true, 'a more urgent job is ready');
+select pg_temp.defer('{b}', 5) \g /dev/null
+select queue.tick() \g /dev/null
+select is(queue._may_reserve(:lane, '{kb}'), false, 'one waits');
 select pg_temp.clear() \g /dev/null
 
 -- Of three keys it reserves two, one after the other.
