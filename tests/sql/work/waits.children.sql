@@ -1,6 +1,6 @@
 -- The children of a job that goes on with steps stay until it has ended; those that are gone count as ended.
 
-select plan(24);
+select plan(25);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -38,17 +38,20 @@ select is(queue.prune(), 0, 'they stay while it runs');
 select queue.succeed(:parent, :claim) \g /dev/null
 select is(queue.prune(), 2, 'and go when it has ended');
 
--- A parent without steps keeps none; nor does one that is gone.
+-- A parent without steps keeps them only while it runs; one that is gone keeps none.
 select queue.defer('plain') as plain \gset
 select pg_temp.claim(:plain) as claim \gset
 select queue.defer('child', options => format('{"parent": %s, "retain": "0 s"}', :plain)::jsonb) as child \gset
 select pg_temp.finish(array[:child]) \g /dev/null
-select is(queue.prune(), 1, 'a parent without steps keeps no children');
+select is(queue.prune(), 0, 'a parent may be in its first step while it runs');
+select queue.release(:plain, :claim) \g /dev/null
+select is(queue.prune(), 1, 'without steps it keeps no children then');
+select pg_temp.claim(:plain) as claim \gset
 select queue.finish_step(:plain, :claim, 'a') \g /dev/null
 select queue.defer('child', options => format('{"parent": %s, "retain": "0 s"}', :plain)::jsonb) as child \gset
 select queue.delete(array[:plain], true) \g /dev/null
 select pg_temp.finish(array[:child]) \g /dev/null
-select is(queue.prune(), 1, 'nor does one that was deleted');
+select is(queue.prune(), 1, 'one that was deleted keeps none');
 
 -- Children that are gone: an operator deleted them, or the parent had ended meanwhile.
 select queue.defer('parent') as parent \gset
