@@ -15,6 +15,11 @@ begin
   {{if_restricted}}
     perform queue._require_queue('{operator}', pause.queue);
   end if;
+  perform queue._check_moment('until', pause.until, true);
+  if pause.until <= clock_timestamp() then
+    perform queue._invalid('until is in the past', 'Pass a later time. queue.resume ends a pause.',
+      format('value: %s', pause.until));
+  end if;
   perform queue._check_isolation();
   perform queue._lock_admission(true);
   v_before := queue._pauses_before(pause.queue, pause.task);
@@ -25,9 +30,9 @@ begin
 end $$;
 comment on function queue.pause(text, timestamptz, text) is
   'Stops jobs in the queue (a name, prefix* or *; NULL: all) or of the task from starting until resumed,'
-    ' or until a time. Running jobs continue. Jobs keep their state, and ready ones have the reason paused;'
-    ' those of a paused task that waited for a lock or a limit are ready meanwhile. Returns the number of'
-    ' affected jobs, not counting running ones.';
+    ' or until a time (22023 if it is past). Running jobs continue. Jobs keep their state, and ready ones'
+    ' have the reason paused; those of a paused task that waited for a lock or a limit are ready meanwhile.'
+    ' Returns the number of affected jobs, not counting running ones.';
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 create or replace function queue.resume(queue text default null, task text default null)
@@ -54,8 +59,8 @@ comment on function queue.resume(text, text) is
     ' stays. Returns the number of affected jobs, not counting running ones.';
 
 -- Records and applies a call of pause, and deletes earlier calls that it covers. While a task is paused, an
--- earlier resume of the queue stays: it ended the task's pauses before it. A pause whose time is over counts
--- as ended: jobs that an earlier pause stopped can start.
+-- earlier resume of the queue stays: it ended the task's pauses before it. A pause whose time came while the
+-- call waited for the lock counts as ended: jobs that an earlier pause stopped can start.
 -- Locks: the admission lock, waited for; rows of queue.active_job by skip locked. Raises: 22023, QJ008; the
 -- caller has checked the isolation level.
 -- Why no job is missed: a ready job whose row another transaction holds is handed over (_readmit) until the
@@ -68,7 +73,6 @@ declare
   v_is_over boolean;
 begin
   perform queue._check_pause(p_queue, p_task);
-  perform queue._check_moment('until', p_until, true);
   perform queue._admit_all();
   delete from queue.pause p
   where (v_queue is null or queue._matches(p.queue, v_queue)) and p.task is not distinct from p_task

@@ -148,8 +148,9 @@ class Managing(Registry):
         """Stop jobs of a queue (a name, prefix* or *; None: all) or of a task from starting.
 
         This lasts until `resume`, or until a time. Running jobs continue. Returns the number of
-        affected jobs (unfinished and not running). Raises WrongIsolation if the transaction
-        is not READ COMMITTED. Until that ends, workers admit no new jobs: keep it short.
+        affected jobs (unfinished and not running). Raises InvalidParameter if the time is past,
+        and WrongIsolation if the transaction is not READ COMMITTED. Until that ends, workers admit
+        no new jobs: keep it short.
         """
         at = checked_time("until", until)
         parameters = {"queue": queue, "task": task_name(task), "until": at}

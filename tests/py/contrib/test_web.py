@@ -515,6 +515,8 @@ def test_queues_and_schedules(login: Login, conn: Connection) -> None:
     client = login("page_operator")
     send(client, "/queues/act", action="pause", queue="shop*", until="")
     assert "paused" in client.get("/").text
+    answer = send(client, "/queues/act", action="pause", queue="shop", until="2001-01-01")
+    assert "queue.resume ends a pause" in answer.text
     send(client, "/queues/act", action="resume", queue="shop")
     send(client, "/queues/act", action="configure_queue", queue="shop", max_running="3")
     rows = conn.execute("select max_running, paused_until from queue.queues where name = 'shop'")

@@ -435,6 +435,8 @@ async def test_pausing(app: App, conn: Connection, jobs: Jobs, call: Call) -> No
         await call(app.pause, "")
     with pytest.raises(ValueError, match="until has no time zone"):
         await call(app.pause, until=LATER.replace(tzinfo=None))
+    with pytest.raises(InvalidParameter, match="until is in the past"):
+        await call(app.pause, until=LATER.replace(year=1999))
 
 
 # In the caller's transaction

@@ -1,6 +1,6 @@
 -- Pausing with patterns, times and tasks.
 
-select plan(39);
+select plan(40);
 
 \ir queues.helpers.psql
 
@@ -17,12 +17,24 @@ select is(queue.resume(), 2, 'and resume it');
 select is(pg_temp.run(), 'a d', 'all go');
 
 -- Until a time
-select queue.pause('soon', until => clock_timestamp() - interval '1 s') \g /dev/null
-select queue.defer('a', queue => 'soon') \g /dev/null
-select is(pg_temp.run(), 'a', 'a pause that has passed is none');
 select queue.pause('soon', until => '2999-01-01Z') \g /dev/null
 select queue.defer('a', queue => 'soon') \g /dev/null
-select is(pg_temp.run(), null, 'one that has not');
+select is(pg_temp.run(), null, 'a pause until a time');
+create function pg_temp.pause_until(queue text, task text, until timestamptz) returns text language plpgsql as $$
+declare
+  v_message text;
+  v_hint text;
+begin
+  perform queue.pause(queue, until, task);
+exception when invalid_parameter_value then
+  get stacked diagnostics v_message = message_text, v_hint = pg_exception_hint;
+  return concat_ws(': ', v_message, v_hint);
+end $$;
+select results_eq($q$ select pg_temp.pause_until(queue, task, clock_timestamp() - interval '1 s')
+                      from (values ('soon', null), (null, 'a'), (null, null)) t (queue, task) $q$,
+                  $$ select 'until is in the past: Pass a later time. queue.resume ends a pause.' from generate_series(1, 3) $$,
+                  'a time that is past is refused');
+select is(pg_temp.run(), null, 'and lifts no pause');
 select queue.resume('soon') \g /dev/null
 select is(pg_temp.run(), 'a', 'ends with resume');
 
@@ -33,14 +45,14 @@ select is(queue.pause(task => 'x'), 1, 'one task: its ready jobs count');
 select queue.defer('x') \g /dev/null
 select is(pg_temp.run(), 'y', 'its jobs do not start, old or new');
 select is((select string_agg(distinct j.state || ' ' || j.reason, ', ') from queue.jobs j where j.task = 'x'), 'ready paused', 'and say so');
-select queue.pause('mail*', task => 'x'), queue.pause('soon', '2000-01-01Z', 'x'), queue.register_task('y') \g /dev/null
+select queue.pause('mail*', task => 'x'), queue._add_pause('soon', 'x', '2000-01-01Z'), queue.register_task('y') \g /dev/null
 select is((select string_agg(concat_ws(' ', t.name, t.defaults, t.paused_in), ', ' order by t.name) from queue.tasks t), 'x {} {*,mail*}, y {} {}', 'queue.tasks says where');
 select is(queue.resume(task => 'x'), 2, 'resumed');
 select is((select t.paused_in from queue.tasks t where t.name = 'x'), null, 'and queue.tasks forgets it');
 select is(pg_temp.run(), 'x x', 'they go');
 
 -- New jobs say so before they are admitted.
-select queue.pause('new*'), queue.resume('new.open'), queue.pause(task => 'x', queue => 'new.open'), queue.pause('new.past', '2000-01-01Z') \g /dev/null
+select queue.pause('new*'), queue.resume('new.open'), queue.pause(task => 'x', queue => 'new.open'), queue._add_pause('new.past', null, '2000-01-01Z') \g /dev/null
 select queue.defer('a', queue => 'new'), queue.defer('b', queue => 'new.open'), queue.defer('x', queue => 'new.open'), queue.defer('c', queue => 'new.past'), queue.defer('x', queue => 'other'),
   queue.defer('d', queue => 'new', options => '{"delay": "1 day"}'), queue.defer('e', queue => 'new', options => '{"held": true}'), queue.defer('f', queue => 'new', needs => array[currval('queue.job_id_seq')]) \g /dev/null
 create view pg_temp.told as select string_agg(concat_ws(' ', j.task, j.state, j.reason), ', ' order by j.id) as told from queue.jobs j where j.finished_at is null;
@@ -92,8 +104,8 @@ select is(pg_temp.of_task('twice') + :early, 1::bigint, 'continues at that time'
 select queue.defer('over') \g /dev/null
 select queue.tick() \g /dev/null
 select queue.pause(task => 'over') \g /dev/null
-select queue.pause(task => 'over', until => clock_timestamp() - interval '1 hour') \g /dev/null
-select is_empty('select * from queue.check()', 'a time that is past');
+select queue._add_pause(null, 'over', clock_timestamp()) \g /dev/null
+select is_empty('select * from queue.check()', 'a time that came during the wait for the lock');
 select is(pg_temp.of_task('over'), 1::bigint, 'ends the pause');
 select queue.pause(task => 'over', until => 'infinity') \g /dev/null
 select queue.defer('over') \g /dev/null

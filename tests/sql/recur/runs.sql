@@ -75,7 +75,7 @@ select queue.pause(task => 'p latest', until => now() + interval '1 hour') \g /d
 select pg_temp.outage('p latest', '22 min') \g /dev/null
 select queue.tick() \g /dev/null
 select is((select reason from queue.schedules where name = 'p latest'), 'paused', 'a paused task does the same');
-select queue.pause(task => 'p latest', until => now()) \g /dev/null
+select queue._add_pause(null, 'p latest', now()) \g /dev/null
 select queue.tick() \g /dev/null
 select is((select reason from queue.schedules where name = 'p latest'), null, 'a pause that has passed pauses nothing');
 select queue.unschedule(name) from queue.schedules where name like 'p %' \g /dev/null
