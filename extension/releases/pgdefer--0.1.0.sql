@@ -22358,7 +22358,8 @@ begin
                                                         where aj.worker_id = w.id))) as dead,
     count(*) filter (where w.is_awaited) as awaited,
     max(w.dead_after) filter (where w.is_awaited) as patience,
-    (select count(*) from (select from queue.active_job aj limit 100001) aj) as jobs
+    (select count(*) from (select from queue.active_job aj limit 10001) aj)
+      + (select count(*) from queue._overdue_news(p_now)) as jobs
   into v_facts
   from (select w.*, w.gone_at is null and w.last_seen_at + w.dead_after < p_now
           and w.last_seen_at < v_up_since and v_up_since + w.dead_after >= p_now as is_awaited
@@ -22373,7 +22374,7 @@ begin
     || case when v_facts.awaited > 0
       then format(', %s silent since before the server started or was promoted', v_facts.awaited) else '' end
     || case when v_facts.alive = 0 and v_facts.jobs > 0
-      then format(', %s ready or running', case when v_facts.jobs > 100000 then 'more than 100000 jobs'
+      then format(', %s ready or running', case when v_facts.jobs > 10000 then 'more than 10000 jobs'
         else queue._count_of(v_facts.jobs, 'job') end) else '' end;
   fix := case when v_facts.dead > 0 then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
               when v_facts.alive = 0 and v_is_waiting
@@ -22387,16 +22388,44 @@ begin
   into v_facts
   from (
     select l.queue, row_number() over (order by l.queue) as no
-    from (select distinct l.queue from queue.lane l
-          where (l.paused_until is null or l.paused_until <= p_now)
-            and exists (select from queue.active_job aj where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)
-            and queue._live_workers(l.queue, p_now, v_up_since) = 0) l) l;
+    from (select u.queue
+          from (select l.queue from queue.lane l
+                where (l.paused_until is null or l.paused_until <= p_now)
+                  and exists (select from queue.active_job aj where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)
+                union
+                select n.queue from (select distinct n.queue from queue._overdue_news(p_now) n) n
+                where coalesce(queue._paused_until(n.queue) <= p_now, true)) u
+          where queue._live_workers(u.queue, p_now, v_up_since) = 0) l) l;
   status := case when v_facts.n > 0 then 'fail' else 'ok' end;
   detail := case when v_facts.n > 0 then format('ready jobs in %s that no live worker serves: %s',
     queue._count_of(v_facts.n, 'queue'), v_facts.names)
     else 'every queue with ready jobs is served, or paused' end;
   fix := case when v_facts.n > 0 then 'Start a worker for them: pgdefer worker -A MODULE --queues NAME' end;
   return next;
+end $$;
+
+-- The queues of ready jobs that nobody has admitted for 5 seconds, one row for each job: of the first 20,000
+-- new jobs. It leaves out those of a backlog, of which a part has been admitted.
+create or replace function queue._overdue_news(p_now timestamptz)
+returns table (queue text)
+language plpgsql stable parallel safe security invoker rows 1000 as $$
+begin
+  return query
+    select j.queue
+    from (
+      select j.queue, j.flags, j.created_at, j.scheduled_at, j.needs
+      from queue.cursor_now k
+      cross join lateral (
+        (select j.queue, j.flags, j.created_at, j.scheduled_at, j.needs from queue.job j
+         where j.xid >= k.next_xid order by j.xid, j.id limit 20000)
+        union all
+        select j.queue, j.flags, j.created_at, j.scheduled_at, j.needs
+        from unnest(k.in_flight) x cross join lateral (
+          select j.queue, j.flags, j.created_at, j.scheduled_at, j.needs
+          from queue.job j where j.xid = x order by j.xid, j.id limit 20000) j) j
+      limit 20000) j
+    where j.created_at < p_now - interval '5 s' and j.flags & 32/* held */ = 0
+      and coalesce(j.scheduled_at <= p_now, true) and j.needs is null;
 end $$;
 
 -- Checks whether ready jobs wait for the end of a pause.

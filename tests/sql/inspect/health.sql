@@ -1,6 +1,6 @@
 -- health: the checks of the version, workers, queues and due work, each seen failing.
 
-select plan(29);
+select plan(35);
 
 set pgdefer.notify = off;
 \ir health.helpers.psql
@@ -8,6 +8,21 @@ set pgdefer.notify = off;
 select is((select array_agg(distinct status) from queue.health() where name <> 'workers'), '{ok}', 'and it is well');
 select results_eq($$select status, detail, fix from queue.health() where name = 'workers'$$, $$values ('warn', '0 alive', 'Start a worker: pgdefer worker -A MODULE')$$, 'but has no worker');
 select is((select count(distinct name)::integer from queue.health()), 16, 'health has a row for each check');
+
+-- Jobs that nobody has admitted
+begin;
+create function pg_temp.health_later(name text) returns text language sql as $$select concat_ws('|', h.status, h.detail) from queue._health(clock_timestamp() + interval '6 s') h where h.name = health_later.name$$;
+select queue.defer('t', scheduled_at => '2999-01-01Z'), queue.defer('t', options => '{"held": true}'), queue.defer('t', needs => array[currval('queue.job_id_seq')]) \g /dev/null
+select is(pg_temp.health_later('workers'), 'warn|0 alive', 'new jobs that are not ready');
+select queue.defer('t', queue => 'new'), queue.defer('t', queue => 'new'), queue.defer('t', queue => 'sleeping') \g /dev/null
+select matches(pg_temp.health('workers'), '^warn\|0 alive\|', 'new jobs have some seconds');
+select is(pg_temp.health_later('workers'), 'fail|0 alive, 3 jobs ready or running', 'then a worker should have admitted them');
+select is(pg_temp.health_later('queues'), 'fail|ready jobs in 2 queues that no live worker serves: new, sleeping', 'and served their queues');
+insert into queue.pause (queue, is_paused) values ('new', true);
+select is(pg_temp.health_later('queues'), 'fail|ready jobs in 1 queue that no live worker serves: sleeping', 'but for a paused one');
+select queue.defer_many((select jsonb_agg('{"task": "t"}'::jsonb) from generate_series(1, 10001))) \g /dev/null
+select is(pg_temp.health_later('workers'), 'fail|0 alive, more than 10000 jobs ready or running', 'many of them');
+rollback;
 
 select queue.register_worker('w', info => '{"dead_after": "30 min"}') as worker, queue.register_worker('some', '{q,mov*}', '{"dead_after": "30 min"}') as some \gset
 select queue.defer('t', queue => 'q'), queue.defer('t', queue => 'q', scheduled_at => '2999-01-01Z'), queue.defer('t', queue => 'moved'), queue.defer('t', queue => 'win') \g /dev/null
