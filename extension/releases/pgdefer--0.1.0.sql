@@ -15694,7 +15694,7 @@ begin
     perform queue._require_worker(deregister_worker.worker);
   end if;
   perform queue._check_isolation();
-  update queue.worker w set gone_at = clock_timestamp(), has_left = true
+  update queue.worker w set gone_at = clock_timestamp(), last_seen_at = clock_timestamp(), has_left = true
   where w.id = deregister_worker.worker and w.gone_at is null;
   perform from queue.active_job aj where aj.worker_id = deregister_worker.worker order by aj.id for update;
   for v_claim in
