@@ -137,13 +137,33 @@ def test_the_query_of_keda(conn: psycopg.Connection) -> None:
     (query,) = re.findall(r'query: "(.*)"', text)
     conn.execute("select queue.defer('t')")
     conn.execute("select queue.tick()")
-    assert conn.execute(query).fetchone() == (1,)
+    (grant,) = re.findall(r"select queue\.grant_access\('keda', .*\)", text)
+    conn.execute("create role keda")
+    try:
+        conn.execute(grant)
+        conn.execute("set role keda")
+        assert conn.execute(query).fetchone() == (1,)
+    finally:
+        conn.execute("reset role; drop owned by keda; drop role keda")
 
 
 def test_the_parts_of_the_kubernetes_sample_fit() -> None:
     yaml = pytest.importorskip("yaml")
     text = (ROOT / "deploy" / "kubernetes.yaml").read_text("utf-8")
-    deployment, scaled = yaml.safe_load_all(text)
+    install, deployment, login, scaled = (part for part in yaml.safe_load_all(text) if part)
+    assert (install["apiVersion"], install["kind"]) == ("batch/v1", "Job")
+    assert install["spec"]["template"]["spec"]["containers"][0]["command"] == ["pgdefer", "install"]
+    assert login["kind"] == "TriggerAuthentication"
+    (trigger,) = scaled["spec"]["triggers"]
+    assert trigger["authenticationRef"] == {"name": login["metadata"]["name"]}
+    (secret,) = login["spec"]["secretTargetRef"]
+    assert secret["parameter"] == "connection"
+    used = {
+        install["spec"]["template"]["spec"]["containers"][0]["envFrom"][0]["secretRef"]["name"],
+        deployment["spec"]["template"]["spec"]["containers"][0]["envFrom"][0]["secretRef"]["name"],
+        secret["name"],
+    }
+    assert used == set(re.findall(r"^# (shop-\w+) ", text, re.MULTILINE))
     assert (deployment["apiVersion"], deployment["kind"]) == ("apps/v1", "Deployment")
     pod = deployment["spec"]["template"]
     assert deployment["spec"]["selector"]["matchLabels"] == pod["metadata"]["labels"]
