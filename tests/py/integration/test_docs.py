@@ -209,13 +209,6 @@ create table account (id bigint primary key, balance numeric);
 insert into account values (1, 100);
 create table customer (id bigint primary key);
 """
-BEFORE_PYTHON = """
-import psycopg
-session = psycopg.connect()
-"""
-AFTER_PYTHON = """
-session.commit()
-"""
 
 
 def test_the_readme(reader: Reader) -> None:
@@ -226,8 +219,7 @@ def test_the_readme(reader: Reader) -> None:
         if block.language == "text":
             assert squeezed(output) == squeezed(block.text), block.line
             continue
-        before, after = (BEFORE_PYTHON, AFTER_PYTHON) if block.language == "python" else ("", "")
-        output = reader.type_in(block._replace(text=before + block.text + after))
+        output = reader.type_in(block)
     reader.type_in(Block(0, "sql", "insert into customer values (1);"))
     found = reader.type_in(Block(0, "sql", "select task, queue, lock from queue.jobs order by id;"))
     assert squeezed(found)[2:] == [
@@ -237,6 +229,9 @@ def test_the_readme(reader: Reader) -> None:
         "welcome | mail |",
         "(4 rows)",
     ]
+    reader.type_in(Block(0, "sh", "pgdefer worker -A shop --drain"))
+    found = reader.type_in(Block(0, "sql", "select name, value from queue.steps where job_id = 1;"))
+    assert squeezed(found)[2:] == ["number | 1001", "(1 row)"]
 
 
 REQUESTS = """
