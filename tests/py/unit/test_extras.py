@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
+
+from support import ROOT
+
+FOR_DEVELOPERS = {"all", "docs", "lint", "test"}
+
+
+def test_all_has_every_extra() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    (listed,) = extras["all"]
+    found = re.fullmatch(r"pgdefer\[(.*)\]", listed)
+    assert found is not None
+    assert set(found[1].split(",")) == set(extras) - FOR_DEVELOPERS
 
 
 def test_the_core_needs_no_extras() -> None:
