@@ -26,7 +26,8 @@ COMMANDS = """# The command line
 
 `make docs` generates this page from the command line's help. [Operating](operating.md) shows the
 commands at work. Intervals are PostgreSQL's, such as `'5 minutes'`; a number without a unit means
-seconds.
+seconds. Times are read and shown in the zone of `PGTZ`, `TZ` or the machine; those shown end with
+their offset from UTC.
 """
 
 

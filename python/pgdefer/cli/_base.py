@@ -12,6 +12,8 @@ import json
 import math
 import os
 import sys
+import time
+import zoneinfo
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NoReturn
 
@@ -287,6 +289,7 @@ def session(dsn: str | None, *, as_json: bool = False, dry_run: bool = False) ->
     with reported(), contextlib.ExitStack() as stack:
         connection = stack.enter_context(Source(dsn).connect())
         _set_styles(connection)
+        _set_zone(connection)
         if dry_run:
             stack.enter_context(connection.transaction(force_rollback=True))
         yield Session(connection, as_json=as_json)
@@ -302,6 +305,32 @@ def _set_styles(connection: psycopg.Connection[Any]) -> None:
     of = connection.info.parameter_status
     if of("IntervalStyle") != "postgres" or not (of("DateStyle") or "").startswith("ISO"):
         connection.execute(sql.STYLES.psycopg)
+
+
+def _set_zone(connection: psycopg.Connection[Any]) -> None:
+    """Have times that are typed in read in this machine's zone, and times shown in it.
+
+    Where the server does not know that zone, both are in the session's.
+    """
+    zone = _zone()
+    if zone is not None and zone != connection.info.parameter_status("TimeZone"):
+        with contextlib.suppress(psycopg.DataError):
+            connection.execute(sql.SET_ZONE.psycopg, {"zone": zone})
+
+
+def _zone() -> str | None:
+    """Return the name of the zone of PGTZ, TZ or the system; None if there is none."""
+    name = os.environ.get("PGTZ") or os.environ.get("TZ")
+    if name is None:
+        name = os.path.realpath("/etc/localtime").partition("/zoneinfo/")[2]
+    name = name.removeprefix(":")
+    if not name and not time.daylight and time.timezone == 0:
+        return "UTC"
+    try:
+        zoneinfo.ZoneInfo(name)
+    except (LookupError, OSError, ValueError):  # psycopg would not know it, either
+        return None
+    return name
 
 
 @contextlib.contextmanager

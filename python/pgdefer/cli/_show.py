@@ -57,17 +57,10 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def moment(value: dt.datetime) -> str:
-    """Return a moment in the local time zone, to the second."""
-    return _local(value, "%Y-%m-%d %H:%M:%S")
-
-
-def _local(value: dt.datetime, form: str) -> str:
-    """Return a moment in the local time zone; with its own if it is after the year 9999 there."""
-    try:
-        return value.astimezone().strftime(form)
-    except OverflowError:
-        return str(value)
+def moment(value: dt.datetime, form: str = "%Y-%m-%d %H:%M:%S") -> str:
+    """Return a moment in the session's time zone, to the second, with its offset."""
+    offset = value.strftime("%z")
+    return value.strftime(form) + offset[:3] + (f":{offset[3:]}" if offset[3:] != "00" else "")
 
 
 def span(value: dt.timedelta) -> str:
@@ -104,7 +97,7 @@ def cell(value: Any) -> str:
             return "yes" if value else "no"
         case dt.datetime():
             is_near = abs(dt.datetime.now(dt.UTC) - value) < dt.timedelta(days=300)
-            return _local(value, "%m-%d %H:%M:%S" if is_near else "%Y-%m-%d %H:%M")
+            return moment(value, "%m-%d %H:%M:%S" if is_near else "%Y-%m-%d %H:%M")
         case dt.timedelta():
             return span(value)
         case list():

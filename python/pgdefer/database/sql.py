@@ -49,6 +49,8 @@ READ_COMMITTED = Statement("set default_transaction_isolation to 'read committed
 # Psycopg reads times in this style only. The order of month and day, for what is typed in, stays.
 STYLES = Statement("set datestyle to iso; set intervalstyle to postgres")
 
+SET_ZONE = Statement("select set_config('TimeZone', cast(:zone as text), false)")
+
 # Undoes what a handler may have left in its session; what the DSN sets remains.
 UNDO = Statement(f"""
     reset session authorization; reset role; reset all; close all; unlisten *; discard temp;

@@ -217,6 +217,34 @@ def test_a_moment_that_the_local_time_zone_lacks(program: Program, conn: Psycopg
     conn.execute("select queue.pause('p', %s)", [moment])
     shown = program("job", "show", "1", TZ="Asia/Tokyo")
     assert (shown.returncode, shown.stderr) == (0, b"")
-    assert f"deadline: {moment}" in shown.stdout.decode()
+    there = "10000-01-01 08:30:00+09"
+    assert f"deadline: {there}" in shown.stdout.decode()
     listed = program("queue", "ls", TZ="Asia/Tokyo")
-    assert (listed.returncode, moment in listed.stdout.decode()) == (0, True)
+    assert (listed.returncode, there in listed.stdout.decode()) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("zone", "offset"),
+    [
+        ({"TZ": "America/New_York"}, "-05"),
+        ({"TZ": ":Asia/Kolkata"}, "+05:30"),
+        ({"TZ": ""}, "+00"),
+        ({"TZ": "Asia/Tokyo", "PGTZ": "America/New_York"}, "-05"),
+        ({"TZ": "Nowhere"}, "+01"),  # the session's
+    ],
+)
+def test_times_are_read_in_the_zone_in_which_they_are_shown(
+    program: Program, conn: PsycopgConnection, zone: dict[str, str], offset: str
+) -> None:
+    zone = {"PGOPTIONS": "-c TimeZone=Europe/Paris"} | zone
+    moment = "2030-01-31 09:00"
+    program("defer", "t", "--at", moment, **zone)
+    program("job", "deadline", moment, "1", **zone)
+    shown = program("job", "show", "1", **zone).stdout.decode()
+    assert shown.count(f": {moment}:00{offset}") == 2
+    program("queue", "pause", "q", "--until", moment, **zone)
+    assert f"{moment}{offset}" in program("queue", "ls", **zone).stdout.decode()
+    expected = conn.execute("select %s::timestamptz", [moment + offset]).fetchone()
+    assert conn.execute("select scheduled_at from queue.jobs").fetchone() == expected
+    why = program("job", "why", "1", **zone).stdout.decode()
+    assert f"{moment}:00{offset}" in why
