@@ -405,7 +405,9 @@ class Executor:
         self._completer.add(claim, outcome)
         if job._abort_reason == STOPPED:
             released = outcomes.released(job.id, job.claim)
-            self.given_back += outcomes.without_steps(outcome) == released
+            if outcomes.without_steps(outcome) == released:
+                self.given_back += 1
+                self._warn_given_back(claim)
         if self._state.is_waiting:
             self._state.hint()
 
@@ -471,7 +473,12 @@ class Executor:
         self.give_back_waiting()
         for claim in list(self.running):
             self.unresponsive += claim.coroutine is not None
+            self._warn_given_back(claim)
             self.give_back(claim)
+
+    def _warn_given_back(self, claim: Claim) -> None:
+        said = "%r did not end in time, and is given back"
+        log.warning(said, claim, extra=claim.job._log_fields())
 
     def note_unresponsive(self, count: int) -> None:
         """Count the tasks and threads that go on; those of handlers may be counted already."""

@@ -283,7 +283,9 @@ async def test_a_worker_that_stops_while_it_goes_to_sleep(
 
 
 @pytest.mark.parametrize("how", ["timeout", "at once", "cancelled"])
-async def test_jobs_that_do_not_end_go_back(app: App, jobs: Jobs, how: str) -> None:
+async def test_jobs_that_do_not_end_go_back(
+    app: App, jobs: Jobs, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
     is_over = False
     release = threading.Event()
     begun_jobs = []
@@ -335,6 +337,10 @@ async def test_jobs_that_do_not_end_go_back(app: App, jobs: Jobs, how: str) -> N
     assert {row["attempts"] for row in jobs()} == {0}
     assert (unwound, asked) == ([1], [1])
     assert worker.given_back == 4
+    warned = [each for each in caplog.records if "is given back" in each.message]
+    assert {each.levelname for each in warned} == {"WARNING"}
+    tasks = [vars(each)["task"].rpartition(".")[2] for each in warned]
+    assert sorted(tasks) == ["asks", "deaf", "polite", "stuck"]
     release.set()
     is_over = True  # the one that ignores the cancel would keep the loop from ending
 
