@@ -159,11 +159,17 @@ class _Span(IntervalLoader):
         return _or_text(super().load, data)
 
 
+class Number(str):
+    """A number of JSON that is not an integer, as the database has it."""
+
+    __slots__ = ()
+
+
 class _Json(JsonbLoader):
     """Loads JSON in the same way: it may be too deep to be shown, or have too long numbers."""
 
     def load(self, data: Buffer) -> Any:
-        value = _or_text(super().load, data)
+        value = _or_text(lambda data: json.loads(bytes(data), parse_float=Number), data)
         return bytes(data).decode() if is_deep(value, LEVELS) else value
 
 

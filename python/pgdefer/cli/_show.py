@@ -22,7 +22,7 @@ from rich.text import Text
 from pgdefer import _text
 from pgdefer.codec import TAG
 
-from ._base import REFUSALS, Exit, Rows, err, fail, out
+from ._base import REFUSALS, Exit, Number, Rows, err, fail, out
 
 escaped = _text.escaped
 
@@ -110,12 +110,29 @@ def cell(value: Any) -> str:
 
 def compact(value: Any) -> str:
     """Return a JSON value on one line, bytes and long texts cut."""
-    return json.dumps(_cut(value), ensure_ascii=False)
+    return _dumps(_cut(value))
 
 
 def pretty(value: Any, *, full: bool = False) -> str:
     """Return a JSON value on several lines; unless `full`, bytes and long texts cut."""
-    return json.dumps(value if full else _cut(value), ensure_ascii=False, indent=2)
+    return _dumps(value if full else _cut(value), "\n")
+
+
+def _dumps(value: Any, line: str = "") -> str:
+    """Return a value as JSON with the database's numbers; `line` begins each line."""
+    match value:
+        case Number():
+            return str(value)
+        case dict() if value:
+            deeper = line and f"{line}  "
+            parts = [f"{_dumps(key)}: {_dumps(item, deeper)}" for key, item in value.items()]
+            inner, ends = f",{deeper or ' '}".join(parts), "{}"
+        case list() if value:
+            deeper = line and f"{line}  "
+            inner, ends = f",{deeper or ' '}".join(_dumps(item, deeper) for item in value), "[]"
+        case _:
+            return json.dumps(value, ensure_ascii=False)
+    return f"{ends[0]}{deeper}{inner}{line}{ends[1]}"
 
 
 def _cut(value: Any) -> Any:
@@ -131,7 +148,7 @@ def _cut(value: Any) -> Any:
             return [*map(_cut, value[:CUT]), f"… <{len(value)} items>"]
         case list():
             return [_cut(item) for item in value]
-        case str():
+        case str() if not isinstance(value, Number):
             return short(value)
         case _:
             return value
@@ -260,7 +277,7 @@ def record(values: Mapping[str, Any], *, full: bool = False) -> None:
             text = pretty(value, full=full)
             lines = text.split("\n")
             if len(lines) > LINES and not full:
-                size = len(json.dumps(value, ensure_ascii=False).encode("utf-8", "surrogatepass"))
+                size = len(_dumps(value).encode("utf-8", "surrogatepass"))
                 lines = [*lines[:LINES], f"… <{size} bytes>"]
             text = "\n".join(map(escaped, lines))
             out.print(label, Text(text), sep="", soft_wrap=True)

@@ -287,6 +287,15 @@ def test_large_args(run: Run, conn: PsycopgConnection, jobs: Jobs) -> None:
     assert len(run("job", "get", "data", copied).out) == 10_000_003
 
 
+def test_numbers_are_shown_as_they_are_stored(run: Run) -> None:
+    numbers = '[12345678901234567890.123456789, 1.10, -2.50, 7, [], {}, "1.0"]'
+    id = defer(run, "t", f'{{"n": {numbers}, "none": {{}}}}')
+    shown = "".join(run("job", "show", id).out.split())
+    assert f'{{"n":{numbers.replace(" ", "")},"none":{{}}}}' in shown
+    full = run("job", "show", id, "--full").out
+    assert json.loads(full[full.index("{") : full.rindex("}") + 1])["n"][1:4] == [1.1, -2.5, 7]
+
+
 def test_args_of_many_parts(run: Run) -> None:
     for args in (
         {"n": [*range(900)]},
