@@ -60,6 +60,8 @@ __all__ = [
 TAG = "__pgdefer__"
 # The tag of a result that could not be stored; the value is the type's name.
 UNENCODABLE = "unencodable"
+# That value of a result that the database has refused for its size.
+TOO_LARGE = "JSON that is too large"
 # The tag of the value of a step that has failed for good; its value is the error.
 STEP_FAILED = "step_failed"
 # The key of a job's arguments with their version; without it, that is 1.
@@ -574,10 +576,18 @@ def _find_type(name: Any) -> type:
     return cast("type", found)
 
 
-def _refuse_unencodable(value: Any) -> NoReturn:
+def _refuse_unencodable(value: Any, whole: dict[str, Any]) -> NoReturn:
+    said = f"the result, of type {value}, could not be stored"
+    if "why" in whole:
+        raise DecodeError(f"{said}: {whole['why']}")
+    if value == TOO_LARGE:
+        raise DecodeError(
+            "the result is too large to be stored",
+            hint="Keep large data elsewhere and return a reference to it. The owner may raise the "
+            "limit, max_size: queue.configure.",
+        )
     raise DecodeError(
-        f"the result, of type {value}, could not be stored",
-        hint="Return JSON's types, or register the type with app.codec.register.",
+        said, hint="Return JSON's types, or register the type with app.codec.register."
     )
 
 
@@ -603,9 +613,9 @@ _SPECIAL: dict[str, Callable[[Any, dict[str, Any]], Any]] = {
     "time": lambda value, whole: _unzoned(dt.time.fromisoformat(value), whole),
     "enum": _decode_enum,
     "dataclass": _decode_dataclass,
+    UNENCODABLE: _refuse_unencodable,
 }
 _DECODERS: dict[str, Decoder] = {
-    UNENCODABLE: _refuse_unencodable,
     "date": dt.date.fromisoformat,
     "timedelta": lambda value: dt.timedelta(*value),
     "uuid": uuid.UUID,

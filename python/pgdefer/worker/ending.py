@@ -10,8 +10,8 @@ import json
 import time
 from typing import Any
 
-from pgdefer._text import full_type_name, logger, traceback_of, type_name
-from pgdefer.errors import TransactionLost
+from pgdefer._text import escaped, full_type_name, logger, traceback_of, type_name
+from pgdefer.errors import EncodeError, TransactionLost
 from pgdefer.tasks.context import JobAborted, JobContext, JobTimeout, RetryLater
 from pgdefer.tasks.handling import FailurePolicy
 from pgdefer.worker import memory, outcomes
@@ -36,6 +36,8 @@ log = logger("pgdefer.worker")
 LOST = "the claim was lost"
 STOPPED = "the worker stops"
 TIMED_OUT = "timed out"
+# The most characters of why a result can't be stored.
+MAX_REASON = 500
 
 
 def stops_with(worker: asyncio.Task[Any] | None, job: JobContext) -> None:
@@ -87,10 +89,12 @@ def result_json(job: JobContext, result: object) -> str | None:
         raise
     except BaseException as error:
         # The job's effects remain. Only a caller that asks for the result notices that it is lost.
-        kind, why = full_type_name(result), type_name(error)
+        kind, why = full_type_name(result), None
+        if type(error) is EncodeError and error.hint is None:
+            why = escaped(error.message)[:MAX_REASON]
         said = "%r succeeded, but its result, a %s, can't be stored (%s)"
-        log.warning(said, job, kind, why, extra=job._log_fields())
-        return outcomes.unencodable(kind)
+        log.warning(said, job, kind, why or type_name(error), extra=job._log_fields())
+        return outcomes.unencodable(kind, why)
 
 
 def _yielded(job: JobContext, policy: FailurePolicy, asked: RetryLater) -> str:

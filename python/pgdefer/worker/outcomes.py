@@ -110,9 +110,9 @@ def kind(said: Mapping[str, Any]) -> str:
     return "yielded" if found == "retry_later" else found
 
 
-def unencodable(kind: str) -> str:
+def unencodable(kind: str, why: str | None = None) -> str:
     """Return the JSON that replaces a result that can't be stored, of a type with this name."""
-    return json.dumps({TAG: UNENCODABLE, "value": kind})
+    return json.dumps({TAG: UNENCODABLE, "value": kind} | ({} if why is None else {"why": why}))
 
 
 def released(id: int, claim: int) -> str:

@@ -61,6 +61,16 @@ def add_tasks(app: App) -> Any:
         async def odd() -> object:
             return object()
 
+        @staticmethod
+        @app.task(name="infinite")
+        async def infinite() -> float:
+            return float("inf")
+
+        @staticmethod
+        @app.task(name="large")
+        async def large() -> str:
+            return "x" * 20_000_000
+
     return Tasks
 
 
@@ -83,6 +93,12 @@ def test_results(app: App, conn: Connection) -> None:
             held.result()
         with pytest.raises(DecodeError, match=r"of type builtins\.object, could not be stored"):
             tasks.odd.defer().result(300)
+        with pytest.raises(DecodeError, match="JSON has no NaN and no infinity") as raised:
+            tasks.infinite.defer().result(300)
+        assert "builtins.float" in str(raised.value)
+        assert raised.value.hint is None
+        with pytest.raises(DecodeError, match=r"too large to be stored.*queue\.configure"):
+            tasks.large.defer().result(300)
         with pytest.raises(JobNotFound):
             app.result(999_999, 1)
     with app.client.waiting_pool.connection() as connection:
