@@ -11,6 +11,7 @@ import enum
 import json
 import math
 import os
+import re
 import sys
 import time
 import zoneinfo
@@ -104,6 +105,13 @@ _READ_THERE = {
     "lease": ("--lease", _INTERVAL),
     "retain": ("--retain", _INTERVAL),
 }
+# The views that hints name, and the commands for them.
+_COMMANDS = {
+    "queue.queues lists": "`pgdefer queue ls` lists",
+    "queue.schedules lists": "`pgdefer schedule ls` lists",
+    "queue.groups lists": "`pgdefer group ls` lists",
+}
+_NO_JOB = "The id is wrong, its transaction has not committed, or the job was pruned or deleted."
 # The SQLSTATEs that functions on many jobs report in their rows, in words.
 REFUSALS = {
     "QJ001": "there is no such job",
@@ -273,17 +281,25 @@ def _misread(values: Mapping[str, Any]) -> Iterator[None]:
 def typed(names: Mapping[str, str]) -> Iterator[None]:
     """Let the database's refusals in the block name what the user has typed.
 
-    The names of arguments, with which such messages begin, have those of options in their places.
+    The names of arguments in such messages and hints have those of options in their places.
     """
     try:
         yield
-    except (psycopg.Error, InvalidParameter) as error:
+    except (psycopg.Error, PgDeferError) as error:
         better = translate(error) if isinstance(error, psycopg.Error) else error
-        if not isinstance(better, InvalidParameter):
+        if better is None:
             raise
-        name, space, rest = better.message.partition(" ")
-        better.message = f"{names.get(name, name)}{space}{rest}"
+        better.message = _renamed(better.message, names)
+        better.hint = better.hint and _renamed(better.hint, names)
         raise better from error
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    """Return a text with other names for those that are not in quotes."""
+    if not names:
+        return text
+    either = "|".join(map(re.escape, names))
+    return re.sub(rf"(?<![\w\"-])(?:{either})(?!\w)", lambda found: names[found[0]], text)
 
 
 @contextlib.contextmanager
@@ -372,6 +388,7 @@ def reported(
 def _fail_for(error: PgDeferError) -> NoReturn:
     # These share the SQLSTATE of bad arguments.
     is_missing = error.message in {"no such schedule", "no such group", "no such queue"}
+    error.hint = error.hint and _renamed(error.hint, _COMMANDS)
     fail(Exit.NOT_FOUND if is_missing else _ENDS.get(type(error), Exit.ERROR), escaped(str(error)))
 
 
@@ -386,6 +403,14 @@ def fail(code: Exit, message: str) -> NoReturn:
     text = "\n".join(map(escaped, f"pgdefer: {message}".split("\n")))
     err.print(Text(text, style="red"), soft_wrap=True)
     raise typer.Exit(code)
+
+
+def fail_for_missing(kind: str, name: str | int) -> NoReturn:
+    """Print that there is no such thing, as the database says it, and exit."""
+    if kind == "job":
+        _fail_for(JobNotFound("job not found", detail=f"id: {name}", hint=_NO_JOB))
+    hint = f"queue.{kind}s lists them."
+    _fail_for(InvalidParameter(f"no such {kind}", detail=f"name: {name}", hint=hint))
 
 
 def is_asked() -> bool:

@@ -13,7 +13,19 @@ import typer
 from pgdefer.database import sql
 
 from . import _complete, _show
-from ._base import DSN, AsJson, DryRun, session
+from ._base import DSN, AsJson, DryRun, session, typed
+
+# The options by the names that they have in messages.
+NAMES = {
+    "scheduled_at": "--at",
+    "delay": "--delay",
+    "timeout": "--timeout",
+    "queueing_lock": "--queueing-lock",
+    "concurrency_key": "--concurrency-key",
+    "concurrency_limit": "--concurrency-limit",
+    "idempotency_key": "--idempotency-key",
+    "unique_for": "--unique-for",
+}
 
 
 def defer(
@@ -87,6 +99,6 @@ def defer(
         "concurrency_limit": concurrency_limit,
         "options": options,
     }
-    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on, typed(NAMES):
         rows = on.call(sql.DEFER_ONE, asked)
     _show.answer(rows, lambda row: str(row["id"]))

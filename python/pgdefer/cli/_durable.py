@@ -17,7 +17,7 @@ from pgdefer.database import sql
 from pgdefer.options import ENDED
 
 from . import _show
-from ._base import DSN, AsJson, DryRun, Exit, Interval, Session, fail, out, session
+from ._base import DSN, AsJson, DryRun, Interval, Session, fail_for_missing, out, session
 from ._job import STEPS, Id, jobs
 
 Payload = Annotated[str, typer.Argument(metavar="[JSON]", help="Its payload; - reads stdin.")]
@@ -34,7 +34,7 @@ def _state_of(on: Session, id: int) -> str:
     """Return a job's state; exit if there is no such job."""
     rows = on.call(sql.JOB, {"id": id}).values
     if not rows:
-        fail(Exit.NOT_FOUND, f"job not found (id: {id})")
+        fail_for_missing("job", id)
     return str(rows[0]["state"])
 
 

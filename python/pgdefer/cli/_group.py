@@ -13,7 +13,7 @@ from rich.text import Text
 from pgdefer.database import sql
 
 from . import _show
-from ._base import DSN, AsJson, DryRun, Exit, fail, out, session
+from ._base import DSN, AsJson, DryRun, fail_for_missing, out, session, typed
 
 groups = typer.Typer(help="Groups: jobs that belong together.", no_args_is_help=True)
 
@@ -51,7 +51,7 @@ def show_group(name: Name, dsn: DSN = None, as_json: AsJson = False) -> None:
     with session(dsn, as_json=as_json) as on:
         rows = on.call(sql.GROUPS, {"name": name})
     if not rows.values:
-        fail(Exit.NOT_FOUND, f"group not found: {_show.escaped(name)}")
+        fail_for_missing("group", name)
     _show.table(rows, GROUP)
 
 
@@ -60,7 +60,8 @@ def close_group(
     name: Name, dsn: DSN = None, as_json: AsJson = False, dry_run: DryRun = False
 ) -> None:
     """Close a group: no more jobs join it, and its callbacks follow the end of its jobs."""
-    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+    names = {"Open it first by queue.open_group; queue.groups": "queue.groups"}
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on, typed(names):
         rows = on.call(sql.CLOSE_GROUP, {"name": name})
     if as_json:
         _show.answer(rows, str)

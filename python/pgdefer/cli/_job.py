@@ -37,6 +37,7 @@ from ._base import (
     end_of,
     err,
     fail,
+    fail_for_missing,
     out,
     reported,
     session,
@@ -261,7 +262,7 @@ def show(
         attempts = on.call(sql.ATTEMPTS, {"id": id})
         steps = on.call(sql.FINISHED_STEPS, {"id": id})
     if not rows.values:
-        fail(Exit.NOT_FOUND, f"job not found (id: {id})")
+        fail_for_missing("job", id)
     if rows.texts is not None:
         lists = {"history": attempts.texts or (), "steps": steps.texts or ()}
         more = "".join(f',"{name}":[{", ".join(texts)}]' for name, texts in lists.items())
@@ -488,6 +489,8 @@ def retry(
         fail(Exit.USAGE, "name jobs by their ids, or pass --failed")
     if ids and not (queue is None and task is None and limit is None):
         fail(Exit.USAGE, "-q, -t and -n go with --failed: ids name the jobs already")
+    if at is not None and delay is not None:
+        fail(Exit.USAGE, "--at and --delay exclude each other")
     given = {"retry_at": at, "retry_in": delay, "priority": priority, "queue": to, "lock": lock}
     changes = {name: each for name, each in given.items() if each is not None}
     if failed and (changes or from_step is not None):

@@ -90,7 +90,8 @@ def delete(
 ) -> None:
     """Remove a queue with its settings and all its jobs."""
     confirm(f"Remove the queue {_show.escaped(name)} and all its jobs?", yes=yes, dry_run=dry_run)
-    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+    names = {"pass force => true": "pass --force"}
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on, typed(names):
         rows = on.call(sql.DELETE_QUEUE, {"name": name, "force": force})
     _show_jobs(rows, "removed")
 
@@ -186,6 +187,7 @@ def configure(
         options["rate"] = {"limit": _number(limit), "per": per}
     parameters = {"name": name, "options": json.dumps(options)}
     names = {"per": "--rate, INTERVAL", "rate": "--rate"}
+    names['Pass {"limit": 10, "per": "1 minute"}.'] = "Give N/INTERVAL, such as 10/1min."
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         with typed(names):
             on.call(sql.CONFIGURE_QUEUE, parameters)

@@ -13,7 +13,7 @@ import typer
 from pgdefer.database import sql
 
 from . import _complete, _show
-from ._base import DSN, AsJson, DryRun, Exit, Yes, confirm, fail, session
+from ._base import DSN, AsJson, DryRun, Yes, confirm, fail_for_missing, session
 
 schedules = typer.Typer(help="Recurring runs.", no_args_is_help=True)
 
@@ -86,7 +86,7 @@ def rm(
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(sql.UNSCHEDULE, {"name": name})
     if not rows.values[0]["was_there"]:
-        fail(Exit.NOT_FOUND, f"there is no schedule {_show.escaped(name)}")
+        fail_for_missing("schedule", name)
     _show.answer(rows, lambda _: "removed")
 
 

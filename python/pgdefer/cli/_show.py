@@ -363,7 +363,8 @@ def given(text: str) -> str:
     if sys.stdin is None:
         fail(Exit.USAGE, "- reads stdin, which is closed")
     try:
-        return sys.stdin.read()
+        # not by stdin itself: in the locale C it lets everything pass
+        return sys.stdin.buffer.read().decode(sys.stdin.encoding)
     except UnicodeDecodeError as error:
         fail(Exit.USAGE, f"stdin: not {error.encoding} text: {error.reason}")
 

@@ -1179,7 +1179,7 @@ def test_schedules(run: Run, jobs: Jobs) -> None:
         missing = run("schedule", command, "nightly")
         assert missing.code == Exit.NOT_FOUND
         assert missing.err == (
-            "pgdefer: no such schedule (name: nightly). queue.schedules lists them.\n"
+            "pgdefer: no such schedule (name: nightly). `pgdefer schedule ls` lists them.\n"
         )
 
 

@@ -248,3 +248,41 @@ def test_times_are_read_in_the_zone_in_which_they_are_shown(
     assert conn.execute("select scheduled_at from queue.jobs").fetchone() == expected
     why = program("job", "why", "1", **zone).stdout.decode()
     assert f"{moment}:00{offset}" in why
+
+
+@pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
+def test_stdin_that_is_no_text(dsn: str, locale: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "pgdefer", "defer", "t", "-"],
+        check=False,
+        capture_output=True,
+        env=os.environ | {"PGDEFER_DSN": dsn, "LC_ALL": locale},
+        input=b'{"a": "\xff"}',
+        timeout=300,
+    )
+    said = (done.returncode, done.stderr)
+    assert said == (2, b"pgdefer: stdin: not utf-8 text: invalid start byte\n")
+
+
+def test_messages_name_options_and_commands(program: Program, conn: PsycopgConnection) -> None:
+    conn.execute("select queue.defer('t')")
+    expected = {
+        ("defer", "t", "--timeout", "-5"): "--timeout is not an interval",
+        ("defer", "t", "--at", "2030-01-01", "--in", "5 s"): "--at and --delay exclude each other",
+        ("defer", "t", "--unique-for", "5 s"): "--unique-for needs an --idempotency-key",
+        ("job", "retry", "1", "--at", "2030-01-01", "--in", "5 s"): "--at and --delay exclude",
+        ("queue", "delete", "default", "-y"): "or pass --force to remove them",
+        ("queue", "delete", "none", "-y"): "no such queue (queue: none). `pgdefer queue ls` lists",
+        ("queue", "configure", "q", "--rate", "0/1min"): "Give N/INTERVAL, such as 10/1min.",
+    }
+    for words in (("rm", "none", "-y"), ("run", "none"), ("enable", "none")):
+        said = "no such schedule (name: none). `pgdefer schedule ls` lists them."
+        expected["schedule", *words] = said
+    for name in ("show", "close"):
+        expected["group", name, "none"] = "no such group (name: none). `pgdefer group ls` lists"
+    for words in (("job", "show"), ("job", "why"), ("job", "steps"), ("graph",)):
+        expected[(*words, "99")] = "job not found (id: 99). The id is wrong, its transaction"
+    for words, said in expected.items():
+        done = program(*words)
+        assert done.returncode in (2, 9, 11)
+        assert said in " ".join(done.stderr.decode().split())
