@@ -132,8 +132,12 @@ def _wait(until: float, size: tuple[int, int]) -> str | None:
 def _picture(queues: Rows, workers: Rows, *, height: int | None = None) -> Group:
     alive = sum(row["is_alive"] for row in workers.values)
     ready, running = (sum(row[key] for row in queues.values) for key in ("ready", "running"))
-    rate = sum(row["per_second"] or 0 for row in queues.values)
+    rate = float(sum(row["per_second"] for row in queues.values))
     head = f"{ready} ready, {running} running, {rate:.3g} done/s, workers: {alive}"
+    # zeros are blank, and a column of zeros is left out
+    busy = [
+        row | {key: row[key] or None for key in ("per_second", *LEAST)} for row in queues.values
+    ]
     there = [
         row
         | {
@@ -149,7 +153,7 @@ def _picture(queues: Rows, workers: Rows, *, height: int | None = None) -> Group
         Text(f"pgdefer  {time.strftime('%H:%M:%S')}  {head}", "bold", no_wrap=True)
     ]
     for rows, columns, count in (
-        (queues.values, QUEUES, room - for_workers),
+        (busy, QUEUES, room - for_workers),
         (there, WORKERS, for_workers),
     ):
         if rows:

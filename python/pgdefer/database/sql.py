@@ -626,12 +626,10 @@ NEXT_RUNS = Statement("""
 
 TOP_QUEUES = Statement("""
     select queue, case when paused = 1 then 'paused' end as paused, ready, running,
-      nullif(blocked, 0) as blocked, nullif(scheduled, 0) as scheduled,
-      nullif(waiting, 0) as waiting, nullif(upstream_failed, 0) as upstream_failed,
-      nullif(held, 0) as held, nullif(failed, 0) as failed,
+      blocked, scheduled, waiting, upstream_failed, held, failed,
       make_interval(secs => nullif(oldest_ready_seconds, 0)) as oldest,
-      nullif(round((succeeded_5m + failed_5m + cancelled_5m) / 300.0, 2), 0) as per_second,
-      nullif(failed_5m, 0) as failed_5m, workers
+      round((succeeded_5m + failed_5m + cancelled_5m) / 300.0, 2) as per_second, failed_5m,
+      workers
     from queue.metrics order by running + ready desc, queue
 """)
 

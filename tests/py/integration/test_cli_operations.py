@@ -287,6 +287,14 @@ def test_large_args(run: Run, conn: PsycopgConnection, jobs: Jobs) -> None:
     assert len(run("job", "get", "data", copied).out) == 10_000_003
 
 
+def test_zeros_of_top(run: Run) -> None:
+    defer(run, "t")
+    (row,) = run("top", "--once", "--json").json["queues"]
+    assert {key for key, value in row.items() if value is None} <= {"paused", "oldest"}
+    assert "blocked" not in run("top", "--once").out
+    assert " 0 done/s" in run("top", "--once").out
+
+
 def test_numbers_are_shown_as_they_are_stored(run: Run) -> None:
     numbers = '[12345678901234567890.123456789, 1.10, -2.50, 7, [], {}, "1.0"]'
     id = defer(run, "t", f'{{"n": {numbers}, "none": {{}}}}')
