@@ -339,6 +339,8 @@ def ls(dsn: DSN = None, as_json: AsJson = False) -> None:
         rows = on.call(sql.WORKERS)
     for row in rows.values:
         row["memory"] = _show.size(row["memory"])
+        if row["has_left"]:
+            row["is_alive"] = "left"
     columns = {
         "id": "id",
         "name": "name",

@@ -287,6 +287,15 @@ def test_large_args(run: Run, conn: PsycopgConnection, jobs: Jobs) -> None:
     assert len(run("job", "get", "data", copied).out) == 10_000_003
 
 
+def test_workers_that_have_left(run: Run, conn: PsycopgConnection) -> None:
+    for name in ("here", "left"):
+        conn.execute("select queue.register_worker(%s)", [name])
+    conn.execute("select queue.deregister_worker(2)")
+    assert [row["has_left"] for row in run("worker", "ls", "--json").json] == [False, True]
+    lines = run("worker", "ls").out.splitlines()
+    assert [line.split()[:3] for line in lines[2:]] == [["1", "here", "yes"], ["2", "left", "left"]]
+
+
 def test_zeros_of_top(run: Run) -> None:
     defer(run, "t")
     (row,) = run("top", "--once", "--json").json["queues"]
