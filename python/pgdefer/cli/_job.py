@@ -76,7 +76,7 @@ State = Annotated[
     typer.Option(
         "--state",
         "-s",
-        help="Only jobs in this state; may be repeated.",
+        help="Only jobs in these states, separated by commas; may be repeated.",
         autocompletion=_complete.state,
     ),
 ]
@@ -108,6 +108,8 @@ COLUMNS = {
     "priority": "priority",
     "attempts": "attempts",
     "created_at": "created",
+    "finished_at": "ended",
+    "error": "error",
     "description": "description",
 }
 ATTEMPTS = {
@@ -154,6 +156,7 @@ def ls(
     asked |= {"pattern": None, "by": "text", "max_bytes": None if no_limit else GLANCE}
     with session(dsn, as_json=as_json) as on:
         rows = _find(on, asked, state, limit)
+        _add_ends(on, rows)
     if not _show_found(rows, COLUMNS, limit):
         raise typer.Exit(Exit.PARTLY)
 
@@ -197,15 +200,17 @@ def search(
     }
     with session(dsn, as_json=as_json) as on:
         rows = _find(on, asked, state, limit)
-    columns = {**COLUMNS, "bytes": "bytes", "excerpt": "found"}
-    del columns["priority"], columns["attempts"]
+    left_out = ("priority", "attempts", "finished_at", "error")
+    columns = {key: name for key, name in COLUMNS.items() if key not in left_out}
+    columns |= {"bytes": "bytes", "excerpt": "found"}
     if not _show_found(rows, columns, limit):
         raise typer.Exit(Exit.PARTLY)
 
 
 def _find(on: Session, asked: dict[str, Any], states: list[str] | None, limit: int) -> Rows:
     """Search in each state; return the newest jobs, and a last row if there are more."""
-    wanted: list[str] | list[None] = states or [None]
+    names = [name for text in states or () for name in text.split(",")]
+    wanted: list[str] | list[None] = list(dict.fromkeys(names)) or [None]
     parts = [on.call(sql.SEARCH, asked | {"state": state}) for state in wanted]
     rows = functools.reduce(operator.add, parts)
     if len(parts) == 1:
@@ -223,6 +228,14 @@ def _find(on: Session, asked: dict[str, Any], states: list[str] | None, limit: i
     return shown
 
 
+def _add_ends(on: Session, rows: Rows) -> None:
+    """Add when jobs ended, and their errors."""
+    ids = [row["id"] for row in rows.values if row["id"] is not None]
+    ends = {row["id"]: row for row in on.call(sql.ENDS, {"ids": ids}).values} if ids else {}
+    for row in rows.values:
+        row.update({"finished_at": None, "error": None} | ends.get(row["id"], {}))
+
+
 def _show_found(rows: Rows, columns: dict[str, str], limit: int) -> bool:
     """Print the jobs that a search found, and below them that there may be more."""
     more = None
@@ -230,13 +243,16 @@ def _show_found(rows: Rows, columns: dict[str, str], limit: int) -> bool:
         more = rows.values.pop()
     if rows.texts is not None:
         # By the keys of `show`, and those of a search's own.
-        keys = [*COLUMNS, *(key for key in columns if key not in COLUMNS)]
+        given = [key for key in COLUMNS if key in columns or key in ("priority", "attempts")]
+        keys = [*given, *(key for key in columns if key not in COLUMNS)]
         rows.texts = [
             json.dumps({key: row[key] for key in keys}, ensure_ascii=False, separators=(",", ":"))
             for row in rows.values
         ]
     for row in rows.values:
         row |= {key: row[key] or None for key in ("priority", "attempts")}
+        if row.get("error"):
+            row["error"] = row["error"].partition("\n")[0]
     least = ["bytes", "attempts", "priority", "created_at", "reason"]
     if "excerpt" in columns:
         least.insert(1, "description")

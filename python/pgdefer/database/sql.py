@@ -400,6 +400,10 @@ _ENDED = """
              and starts_with(queue, left(cast(:queue as text), -1)))
 """
 
+ENDS = Statement("""
+    select id, finished_at, error from queue.jobs where id = any (cast(:ids as bigint[]))
+""")
+
 ENDED_LATELY = Statement(f"""
     {_ENDED} and finished_at > now() - interval '10 minutes'
     order by finished_at desc limit cast(:n as integer)

@@ -287,6 +287,21 @@ def test_large_args(run: Run, conn: PsycopgConnection, jobs: Jobs) -> None:
     assert len(run("job", "get", "data", copied).out) == 10_000_003
 
 
+def test_failed_jobs_are_listed_with_their_errors(run: Run) -> None:
+    failed, cancelled, ready = (defer(run, "t") for _ in range(3))
+    run("job", "fail", failed, "-m", "first line\nsecond", "-y")
+    run("job", "cancel", cancelled, "-y")
+    for states in (["-s", "failed,cancelled"], ["-s", "failed", "-s", "cancelled,failed"]):
+        lines = run("job", "ls", *states).out.splitlines()
+        assert [line.split()[0] for line in lines[2:4]] == [str(cancelled), str(failed)]
+        assert lines[0].split()[-2:] == ["ended", "error"]
+        assert lines[3].strip().endswith("first line")
+    rows = run("job", "ls", "--json").json
+    assert [row["id"] for row in rows] == [ready, cancelled, failed]
+    assert [row["error"] for row in rows] == [None, None, "first line\nsecond"]
+    assert [row["finished_at"] is None for row in rows] == [True, False, False]
+
+
 def test_workers_that_have_left(run: Run, conn: PsycopgConnection) -> None:
     for name in ("here", "left"):
         conn.execute("select queue.register_worker(%s)", [name])
