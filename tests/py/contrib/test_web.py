@@ -363,6 +363,55 @@ def test_each_call_on_a_job(login: Login, conn: Connection) -> None:
     )
 
 
+def test_calls_that_the_state_refuses_are_not_offered(login: Login, conn: Connection) -> None:
+    ids = fill(conn)
+    for name in ("held", "cancelled", "succeeded", "scheduled"):
+        row = conn.execute("select queue.defer('t', queue => 'none')").fetchone()
+        assert row
+        (ids[name],) = row
+    conn.execute("select queue.hold(%s)", [ids["held"]])
+    conn.execute("select queue.cancel(%s)", [ids["cancelled"]])
+    conn.execute("select count(*) from queue.done(%s)", [[ids["succeeded"]]])
+    conn.execute("select queue.reschedule(%s, '2999-01-01')", [ids["scheduled"]])
+    client = login("page_operator")
+    fields = {"signal": {"name": "s"}, "fork": {"step": "s"}, "move": {"queue": "none"}}
+    fields |= {"set_args": {"args": "{}"}, "set_priority": {"priority": "1"}}
+    offered = {}
+    for name, id in ids.items():
+        marks = Marks(client.get(f"/jobs/{id}").text)
+        actions = [attrs["action"] or "" for tag, attrs in marks.tags if "action" in attrs]
+        offered[name] = {each.rpartition("/")[2] for each in actions} & JOB_ACTIONS.keys()
+        for action in JOB_ACTIONS.keys() - offered[name]:
+            answer = send(client, f"/jobs/{id}/{action}", **fields.get(action, {}))
+            changes_nothing = (name, action) == ("held", "hold")
+            assert changes_nothing or answer.status_code != 303, (name, action)
+    assert "unhold" in offered["held"]
+    assert not {"retry", "unhold", "fork"} & offered["ready"]
+    assert offered["succeeded"] == {
+        *("retry", "signal", "set_priority", "set_deadline", "move", "copy", "delete")
+    }
+    assert offered["failed"] == {*offered["succeeded"], "set_args", "done"}
+
+
+def test_long_args_are_not_edited_here(login: Login, conn: Connection) -> None:
+    row = conn.execute("select queue.defer('t', jsonb_build_object('a', repeat('x', 20000)))")
+    (id,) = row.fetchone() or (0,)
+    text = login("page_operator").get(f"/jobs/{id}").text
+    assert f"pgdefer job args {id} -" in text
+    assert 'name="args"' not in text
+
+
+def test_lists_that_are_cut_say_so(login: Login, conn: Connection) -> None:
+    conn.execute("select queue.create_queue('q' || n) from generate_series(1, 1001) n")
+    conn.execute("select queue.register_worker('w' || n) from generate_series(1, 500) n")
+    client = login("page_reader")
+    text = client.get("/queues").text
+    assert "first 1,000 of more: <code>pgdefer queue ls</code>" in text
+    assert text.count('<tr><th scope="row">') == 1000
+    assert "first 500 of more" in client.get("/").text
+    assert "of more" not in client.get("/workers").text
+
+
 def test_the_steps_of_a_job(login: Login, conn: Connection) -> None:
     client = login("page_operator")
     conn.execute("select queue.register_worker('w', null, '{\"dead_after\": \"1 day\"}')")

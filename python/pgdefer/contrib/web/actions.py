@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.responses import Response
+
+from pgdefer.options import STATES
 
 from . import queries
 from .database import Refused, Unreachable
@@ -18,7 +20,7 @@ from .matches import asked_of, find, kept
 from .pool import Full
 from .visit import BadRequest, Form, NotFound, Visit
 
-__all__ = ["ACTIONS", "JOB_ACTIONS", "MANY_ACTIONS", "JobAction"]
+__all__ = ["ACTIONS", "JOB_ACTIONS", "MANY_ACTIONS", "JobAction", "is_possible"]
 
 MOST = 1_000  # ids in a call, as the functions take
 SLICE = 500  # jobs in one slice of a call on all that match
@@ -156,6 +158,30 @@ MANY_ACTIONS = {
     for name, action in JOB_ACTIONS.items()
     if name not in ("copy", "fork", "set_args", "signal")
 }
+
+_UNFINISHED = frozenset(STATES) - {"succeeded", "failed", "cancelled"}
+_WAITING = _UNFINISHED - {"running"}
+# The states in which a call can succeed and change the job; those of the others are all.
+_ALLOWED = {
+    "hold": _WAITING - {"held"},
+    "unhold": {"held"},
+    "cancel": _UNFINISHED,
+    "reschedule": _WAITING,
+    "set_args": _WAITING | {"failed", "cancelled"},
+    "done": frozenset(STATES) - {"succeeded"},
+    "fail_jobs": _UNFINISHED,
+}
+
+
+def is_possible(action: JobAction, job: Mapping[str, Any], *, has_steps: bool) -> bool:
+    """Whether a call on a job can succeed in the job's state."""
+    state = str(job["state"])
+    if action.function == "fork":
+        return has_steps
+    if action.function == "retry" and state in _WAITING:
+        return state != "ready" and job["attempts"] > 0
+    return state in _ALLOWED.get(action.function, STATES)
+
 
 Outcome = tuple[int, str, str]
 Trouble = Full | Refused | Unreachable | None

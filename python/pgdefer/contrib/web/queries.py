@@ -5,6 +5,8 @@ Tests: contrib/test_web.py.
 
 from __future__ import annotations
 
+# The lists have a row more than the pages show, which then say so.
+
 # What changes with the rights of a role: each grant_access and revoke_access makes another version
 # of the schema's row, because it grants or revokes the use of the schema.
 RIGHTS = """
@@ -18,7 +20,7 @@ METRICS = """
 select queue, paused = 1 as is_paused, ready, running, blocked, scheduled, waiting,
   upstream_failed, held, failed, round(oldest_ready_seconds) as oldest, succeeded_5m, failed_5m,
   cancelled_5m, workers
-from queue.metrics order by running + ready desc, queue limit 500
+from queue.metrics order by running + ready desc, queue limit 501
 """
 
 SERIES = """
@@ -123,7 +125,7 @@ from queue.read_stream(%(id)s, %(name)s, %(after)s) order by no limit 50
 GROUPS = """
 select name, state, jobs, unfinished, succeeded, failed, cancelled, on_end_id, on_success_id,
   on_failure_id, left(error, 301) as error, opened_at, ended_at
-from queue.groups order by ended_at desc nulls first, opened_at desc limit 500
+from queue.groups order by ended_at desc nulls first, opened_at desc limit 501
 """
 
 WHY = "select queue.why(%(id)s) as why"
@@ -156,36 +158,36 @@ where n <= 1000 order by depth, job_id, need_id limit 5000
 
 AUDIT_OF_JOB = """
 select at, role, login, call, left(args::text, 500) as args, left(before::text, 500) as before
-from queue.audit where ids @> array[%(id)s::bigint] order by id desc limit 50
+from queue.audit where ids @> array[%(id)s::bigint] order by id desc limit 51
 """
 
 # Without the two columns that count jobs, PostgreSQL counts none.
 QUEUES = """
 select name, max_running, rate_limit, rate_per, retain, paused_until
-from queue.queues order by name limit 1000
+from queue.queues order by name limit 1001
 """
 
-QUEUE_COUNTS = "select name, ready, running from queue.queues order by name limit 1000"
+QUEUE_COUNTS = "select name, ready, running from queue.queues order by name limit 1001"
 
 LOCKS = """
 select lock, job_id, running, waiting, has_mutex from queue.locks
-order by waiting desc, lock limit 500
+order by waiting desc, lock limit 501
 """
 
 SEMAPHORES = """
 select kind, key, "limit", used, ready, waiting from queue.semaphores
-order by waiting desc, used desc, kind, key limit 500
+order by waiting desc, used desc, kind, key limit 501
 """
 
 SHARES = """
 select queue, priority, share, weight, waiting, started from queue.shares
-order by waiting desc, started desc, queue, share limit 500
+order by waiting desc, started desc, queue, share limit 501
 """
 
 SCHEDULES = """
 select name, cron, timezone, task, enabled, next_run_at, last_run_at, last_job_id, reason,
   left(args::text, 500) as args, source
-from queue.schedules order by name limit 500
+from queue.schedules order by name limit 501
 """
 
 NEXT_RUNS = """
@@ -209,13 +211,13 @@ from queue.schedules where name = %(name)s
 
 RUNS = """
 select run_at, job_id, skipped, left(detail, 500) as detail, manual from queue.schedule_runs
-where name = %(name)s order by run_at desc limit 50
+where name = %(name)s order by run_at desc limit 51
 """
 
 WORKERS = """
 select id, name, array_to_string(queues, ', ') as queues, registered_at, last_seen_at, dead_after,
   is_alive, running, pg_size_pretty(memory) as memory, left(info::text, 500) as info
-from queue.workers order by is_alive desc, running desc, id limit 500
+from queue.workers order by is_alive desc, running desc, id limit 501
 """
 
 RUNNING = """
@@ -226,7 +228,7 @@ order by started_at limit 500
 TASKS = """
 select name, left(defaults::text, 2000) as defaults,
   left(array_to_string(paused_in, ', '), 2000) as paused_in
-from queue.tasks order by name limit 1000
+from queue.tasks order by name limit 1001
 """
 
 TASK_STATS = """
@@ -236,7 +238,7 @@ select task, succeeded, failed, cancelled, failures, failure_rate::float8 as fai
   extract(epoch from run_p50)::float8 as run_p50,
   extract(epoch from run_p95)::float8 as run_p95
 from queue.task_stats(within => '1 day')
-order by succeeded + failed + cancelled + failures desc, task limit 500
+order by succeeded + failed + cancelled + failures desc, task limit 501
 """
 
 AUDIT = """

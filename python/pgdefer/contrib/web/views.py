@@ -13,7 +13,7 @@ from starlette.responses import Response
 from pgdefer.options import STATES
 
 from . import plots, queries
-from .actions import JOB_ACTIONS, MANY_ACTIONS
+from .actions import JOB_ACTIONS, MANY_ACTIONS, is_possible
 from .drawing import draw
 from .matches import FAR, NEAR, TIMES, asked_of, find, kept
 from .visit import NotFound, Visit, templates
@@ -60,6 +60,9 @@ def job(visit: Visit) -> Response:
     if found is None:
         raise NotFound
     may = visit.session
+    steps = visit.read(queries.STEPS, id=id) if may.sees("steps") else []
+    has_steps = bool(steps) or not may.sees("steps")
+    possible = [a for a in JOB_ACTIONS.values() if is_possible(a, found, has_steps=has_steps)]
     return visit.page(
         "job.html",
         job=found,
@@ -67,11 +70,11 @@ def job(visit: Visit) -> Response:
         timeline=visit.read(queries.TIMELINE, id=id),
         waits=visit.read(queries.WAITS, id=id) if may.sees("waits_for") else [],
         streams=visit.read(queries.STREAMS, id=id) if may.sees("streams") else [],
-        steps=visit.read(queries.STEPS, id=id) if may.sees("steps") else [],
+        steps=steps,
         attempts=visit.read(queries.ATTEMPTS, id=id),
         graph=visit.read(queries.GRAPH, id=id) if may.sees("graph") else [],
         audit=visit.read(queries.AUDIT_OF_JOB, id=id) if may.sees("audit") else [],
-        actions=[a for a in JOB_ACTIONS.values() if may.may(a.function)],
+        actions=[a for a in possible if may.may(a.function)],
         done=visit.query.maybe("done"),
     )
 
