@@ -57,6 +57,7 @@ cli.command("move-in")(_move_in.move_in)
 cli.command()(_graph.graph)
 cli.command()(_top.top)
 cli.command(
+    cls=_web.WebCommand,
     context_settings={"ignore_unknown_options": True, "help_option_names": []},
 )(_web.web)
 cli.add_typer(_db.db, name="db")

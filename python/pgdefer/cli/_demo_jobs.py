@@ -192,7 +192,7 @@ def show(connection: PsycopgConnection, after: int, console: Console) -> None:
     console.print(
         f"{jobs:,} jobs in {float(seconds or 0):.2f} s: {rate:,.0f} jobs/s, deferring included."
     )
-    console.print(f"{files or 0:,} files with {int(size or 0):,} bytes in {count:,} folders.")
+    console.print(f"Folders: {count:,}, files: {files or 0:,}, bytes: {int(size or 0):,}.")
     largest = Table("file", title="The ten files with the most work", title_justify="left")
     for name in ("bytes", "lines", "ms"):
         largest.add_column(name, justify="right")

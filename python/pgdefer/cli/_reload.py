@@ -5,6 +5,7 @@ Tests: integration/test_reload.py.
 
 from __future__ import annotations
 
+import logging
 import math
 import shlex
 import sys
@@ -28,6 +29,7 @@ def run_and_reload(shutdown_timeout: float | None, *, is_plain: bool) -> int:
         from watchfiles import PythonFilter, run_process  # noqa: PLC0415
     except ImportError:
         fail(Exit.USAGE, "--reload needs watchfiles: pip install 'pgdefer[reload]'")
+    logging.getLogger("watchfiles").setLevel(logging.ERROR)  # it tells each signal
     arguments = [word for word in sys.argv[1:] if word != "--reload"]
     if shutdown_timeout is None:
         shutdown_timeout = PATIENCE

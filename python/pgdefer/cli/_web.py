@@ -6,11 +6,24 @@ Tests: contrib/test_web_command.py.
 from __future__ import annotations
 
 import importlib
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ._base import Exit, fail
+
+
+class WebCommand(typer.core.TyperCommand):
+    """The command of which the page's own parses the arguments."""
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """Return the completions of the page's command; none without the extra."""
+        try:
+            page = importlib.import_module("pgdefer.contrib.web.__main__")
+        except ModuleNotFoundError:
+            return []
+        command = typer.main.get_command(page.command_line)
+        return command.shell_complete(command.context_class(command, parent=ctx), incomplete)
 
 
 def web(arguments: Annotated[list[str] | None, typer.Argument(hidden=True)] = None) -> None:

@@ -180,7 +180,7 @@ class Executor:
         if not self._heartbeat.is_overdue or not (waiting := self.waiting):
             return False
         # These jobs may be others' by now, and have ended.
-        log.warning("%d jobs wait for a heartbeat before they start", len(waiting))
+        log.warning("jobs that wait for a heartbeat before they start: %d", len(waiting))
         self._is_held = True
         self._heartbeat.poke()
         self._look_later(WAIT)

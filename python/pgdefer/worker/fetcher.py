@@ -477,7 +477,7 @@ class Fetcher:
         known = {(claim.job.id, claim.job.claim) for claim in claims}
         lost = [(id, number) for id, number in rows if (id, number) not in known]
         if lost:
-            log.warning("%d claims whose answer was lost are given back", len(lost))
+            log.warning("claims whose answer was lost are given back: %d", len(lost))
             released = ",".join(outcomes.released(id, number) for id, number in lost)
             await self._connection.call(sql.FINISH_MANY, outcomes=f"[{released}]")
 
@@ -488,7 +488,7 @@ class Fetcher:
         if self._state.id is not None:
             await self._deregister(self._state.id, grace)
         if self._completer.unsent:
-            log.error("%d outcomes could not be reported", len(self._completer.unsent))
+            log.error("outcomes that could not be reported: %d", len(self._completer.unsent))
 
     async def _deregister(self, worker: int, grace: float) -> None:
         self._state.id = None

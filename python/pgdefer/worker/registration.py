@@ -118,7 +118,7 @@ class Registration:
             if channel.replaces is not None:
                 with contextlib.suppress(WorkerGone):  # it serves queues that this role may not use
                     ((ended,),) = await self.ask(sql.WORKER_DIED, worker=channel.replaces)
-                    log.info("worker %d is dead: %d claims were ended", channel.replaces, ended)
+                    log.info("worker %d is dead, ended claims: %d", channel.replaces, ended)
                 channel.replaces = None
             channel.tell(worker)
         is_first = self._announced is None

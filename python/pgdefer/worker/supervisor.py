@@ -193,7 +193,7 @@ class Supervisor:
 
     def _stop(self) -> None:
         self._stopping.set()
-        log.info("stopping, %d processes are running", len(self._running))
+        log.info("stopping, running processes: %d", len(self._running))
         self._send(signal.SIGTERM)
         if self._shutdown_timeout is not None:
             self._kill_after(self._shutdown_timeout + MARGIN)

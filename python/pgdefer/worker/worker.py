@@ -338,7 +338,7 @@ class Worker:
             return
         self.state.is_stopping = True
         if self.state.id is not None:
-            log.info("stopping, %d jobs are running", len(self.executor.running))
+            log.info("stopping, running jobs: %d", len(self.executor.running))
         self.executor.give_back_waiting()
         if self.shutdown_timeout is not None and self._loop is not None:
             self._loop.call_later(self.shutdown_timeout, self.stop_at_once)

@@ -295,7 +295,7 @@ def test_a_worker_that_could_not_report_says_so(
             print(file=process.stdin, flush=True)
             assert process.stdout.readline() == "ended\n"
             process.send_signal(signal.SIGQUIT)
-            assert "1 outcomes could not be reported" in process.stderr.read()
+            assert "outcomes that could not be reported: 1" in process.stderr.read()
             assert process.wait(300) == Exit.GAVE_BACK
         finally:
             process.kill()
@@ -423,7 +423,7 @@ def test_the_demo(run: Run, dsn: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "demo.digest" in done.stdout
     assert "60 jobs in" in done.stdout
-    assert "30 files" in done.stdout
+    assert "files: 30," in done.stdout
     assert "failed" not in done.stdout
 
 

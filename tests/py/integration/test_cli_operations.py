@@ -1040,6 +1040,7 @@ def test_completion(dsn: str, conn: PsycopgConnection) -> None:
     assert complete(dsn, "pgdefer job ls -q ma") == ["mad", "mail"]
     assert complete(dsn, "pgdefer queue pause mai") == ["mail"]
     assert complete(dsn, "pgdefer defer m") == ["main"]
+    assert complete(dsn, "pgdefer web --po") == ["--port"]
     assert complete("postgresql://127.0.0.1:1/x?connect_timeout=1", "pgdefer queue pause m") == []
 
 

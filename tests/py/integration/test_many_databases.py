@@ -585,8 +585,8 @@ async def test_a_dropped_database_keeps_no_worker(
         assert worker._leaving
         monkeypatch.setattr(Heartbeat, "is_overdue", True)
         await until(lambda: not worker._leaving)
-        assert len(said(caplog, "1 outcomes could not be reported")) == 1
-    assert len(said(caplog, "1 outcomes could not be reported")) == 2
+        assert len(said(caplog, "outcomes that could not be reported: 1")) == 1
+    assert len(said(caplog, "outcomes that could not be reported: 1")) == 2
 
 
 def said(caplog: pytest.LogCaptureFixture, text: str) -> list[str]:

@@ -46,7 +46,8 @@ def command(*options: str) -> list[str]:
 
 @pytest.fixture
 def reloading(module: Path) -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(command(), cwd=module.parent, start_new_session=True)
+    with (module.parent / "log").open("wb") as log:
+        process = subprocess.Popen(command(), cwd=module.parent, start_new_session=True, stderr=log)
     yield process
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
@@ -86,6 +87,9 @@ def test_a_change_of_the_code_starts_the_worker_anew(
     reloading.send_signal(signal.SIGTERM)
     assert reloading.wait(300) == 0
     wait_for(lambda: not alive())
+    said = (module.parent / "log").read_text()
+    assert "serves all queues" in said
+    assert "raising KeyboardInterrupt" not in said, "watchfiles says so"
 
 
 @pytest.mark.parametrize(

@@ -82,12 +82,11 @@ def web(  # noqa: PLR0917 (typer passes them by name)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run it, with these arguments or those of the process."""
-    command = typer.main.get_command(_cli)
-    command.main(arguments, prog_name="pgdefer web")
+    typer.main.get_command(command_line).main(arguments, prog_name="pgdefer web")
 
 
-_cli = typer.Typer(rich_markup_mode=None, add_completion=False)
-_cli.command(context_settings={"help_option_names": ["-h", "--help"]})(web)
+command_line = typer.Typer(rich_markup_mode=None, add_completion=False)
+command_line.command(context_settings={"help_option_names": ["-h", "--help"]})(web)
 
 if __name__ == "__main__":
     main()
