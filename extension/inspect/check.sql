@@ -11,6 +11,7 @@ begin
   return query select c.problem, c.id, c.detail from queue._check_places() c;
   return query select c.problem, c.id, c.detail from queue._check_locks() c;
   return query select c.problem, c.id, c.detail from queue._check_semaphores() c;
+  return query select c.problem, c.id, c.detail from queue._check_reserved() c;
   return query select c.problem, c.id, c.detail from queue._check_tags() c;
   return query select c.problem, c.id, c.detail from queue._check_need_rows() c;
   return query select c.problem, c.id, c.detail from queue._check_claim_rows() c;

@@ -34,15 +34,6 @@ begin
       group by k.key) c on c.key = s.key
     where coalesce(s.used, 0) <> coalesce(c.n, 0) or left(s.key, 1) = 'm' and s.used > 1;
   return query
-    select 'slots are reserved for a job whose key is not full'::text, w.id,
-      format('%s, %s', w.key, w.reserved)
-    from queue.waiting w
-    cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = w.key
-      order by s.tick desc limit 1) s
-    where w.reserved is not null and least(coalesce(w.weight, 1), s.slots) <= {{free_slots}}
-      and not exists (select from queue.pending_settlement h
-        where h.kind = 'refill' and h.payload ? w.key);
-  return query
     select x.problem, null::bigint,
       format('%s, lane %s: slots %s, used %s, ready %s (%s), waiting %s (%s), low %s (%s)', x.key, x.lane,
       x.slots, x.used, x.ready, x.is_ready, x.waiting, x.is_waiting, x.low, x.least_id)
@@ -85,4 +76,20 @@ begin
         cross join lateral queue._keys_of(a.ids, a.flags) k
         group by 1, 2) aj on aj.key = coalesce(s.key, w.key) and aj.lane = coalesce(s.lane, w.lane)) x
     where x.problem is not null;
+end $$;
+
+-- A job that has reserved slots waits for claims to end (admit/reserve.sql).
+create or replace function queue._check_reserved()
+returns table (problem text, id bigint, detail text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+begin
+  return query
+    select 'slots are reserved for a job whose key is not full'::text, w.id,
+      format('%s, %s', w.key, w.reserved)
+    from queue.waiting w
+    cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = w.key
+      order by s.tick desc limit 1) s
+    where w.reserved is not null and least(coalesce(w.weight, 1), s.slots) <= {{free_slots}}
+      and not exists (select from queue.pending_settlement h
+        where h.kind = 'refill' and h.payload ? w.key);
 end $$;

@@ -21033,15 +21033,6 @@ begin
       group by k.key) c on c.key = s.key
     where coalesce(s.used, 0) <> coalesce(c.n, 0) or left(s.key, 1) = 'm' and s.used > 1;
   return query
-    select 'slots are reserved for a job whose key is not full'::text, w.id,
-      format('%s, %s', w.key, w.reserved)
-    from queue.waiting w
-    cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = w.key
-      order by s.tick desc limit 1) s
-    where w.reserved is not null and least(coalesce(w.weight, 1), s.slots) <= least(s.slots, 1000000000/* most_slots */) - s.used
-      and not exists (select from queue.pending_settlement h
-        where h.kind = 'refill' and h.payload ? w.key);
-  return query
     select x.problem, null::bigint,
       format('%s, lane %s: slots %s, used %s, ready %s (%s), waiting %s (%s), low %s (%s)', x.key, x.lane,
       x.slots, x.used, x.ready, x.is_ready, x.waiting, x.is_waiting, x.low, x.least_id)
@@ -21086,6 +21077,22 @@ begin
     where x.problem is not null;
 end $$;
 
+-- A job that has reserved slots waits for claims to end (admit/reserve.sql).
+create or replace function queue._check_reserved()
+returns table (problem text, id bigint, detail text)
+language plpgsql stable parallel safe security invoker rows 10 as $$
+begin
+  return query
+    select 'slots are reserved for a job whose key is not full'::text, w.id,
+      format('%s, %s', w.key, w.reserved)
+    from queue.waiting w
+    cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = w.key
+      order by s.tick desc limit 1) s
+    where w.reserved is not null and least(coalesce(w.weight, 1), s.slots) <= least(s.slots, 1000000000/* most_slots */) - s.used
+      and not exists (select from queue.pending_settlement h
+        where h.kind = 'refill' and h.payload ? w.key);
+end $$;
+
 -- inspect/check.sql
 -- Invariants: queue.check() checks whether the tables agree with each other.
 -- Tests: admit/restore.sql, operate/change.sql.
@@ -21100,6 +21107,7 @@ begin
   return query select c.problem, c.id, c.detail from queue._check_places() c;
   return query select c.problem, c.id, c.detail from queue._check_locks() c;
   return query select c.problem, c.id, c.detail from queue._check_semaphores() c;
+  return query select c.problem, c.id, c.detail from queue._check_reserved() c;
   return query select c.problem, c.id, c.detail from queue._check_tags() c;
   return query select c.problem, c.id, c.detail from queue._check_need_rows() c;
   return query select c.problem, c.id, c.detail from queue._check_claim_rows() c;
