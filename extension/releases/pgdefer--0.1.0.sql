@@ -7451,7 +7451,9 @@ end $$;
 create or replace function queue._await_rates(p_keys text[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  with shut as materialized (
+  with heavy as materialized (
+    select h.key, h.queue, h.priority from queue._heavy_firsts(p_keys) h),
+  shut as materialized (
     select w.tid, w.id, coalesce(
         queue._rate_opens_at(s.key, s.rate_limit, s.rate_per,
           least(l.ready::bigint + coalesce(w.weight, 1), 2147483647)::integer),
@@ -7471,8 +7473,8 @@ begin
         and (w.deadline, w.id) >= (l.low_deadline, l.low)
       order by w.deadline, w.id limit 1) w
     where s.rate_limit is not null and l.waiting > 0
-      and not exists (select from queue._heavy_firsts(array[s.key]) h join queue.lane k on k.lane = l.lane
-        where h.queue = k.queue and h.priority > k.priority))
+      and not exists (select from heavy h join queue.lane k on k.lane = l.lane
+        where h.key = s.key and h.queue = k.queue and h.priority > k.priority))
   -- joined to shut, the planner may read all waiting jobs
   update queue.waiting w set at = (select s.at + interval '1 microsecond' from shut s where s.id = w.id)
   where w.ctid = any (array(select s.tid from shut s where s.at is not null));
