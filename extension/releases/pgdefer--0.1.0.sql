@@ -620,7 +620,7 @@ where left(reason, 4) = 'slot' and weight is not null;
 -- One job of each lane of a key whose rate allows no start now.
 create index waiting_rate_idx on queue.waiting (lane) where reason = 'slot' and at is not null;
 
-create index waiting_reserved_idx on queue.waiting (id) where reserved is not null;
+create index waiting_reserved_idx on queue.waiting (key) where reserved is not null;
 
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 
@@ -8653,9 +8653,9 @@ end $$;
 -- before it, and not for ever by jobs that wait for another key.
 --
 -- Why this ends: suppose that no claim ends, and that some jobs change lines for ever. Reserved slots of a
--- key become free only if a job leaves the line of a later key (admit/reserve.sql). So room for the last key
--- only shrinks, and jobs leave its line only so often. So room for the key before it grows only so often, and
--- so on.
+-- key become free only if a job leaves the line of a later key, or gives them back there, once each time
+-- (admit/reserve.sql). So room for the last key only shrinks, and jobs leave its line only so often. So room
+-- for the key before it grows only so often, and so on.
 -- Look at the time after that, and of these jobs at the first one by that order, m. Room only shrinks, so a
 -- job that goes to a line because it does not fit stays in it. So m goes to a line because the first job
 -- there, h, comes before it, and h changes lines no more. There m stands behind h: by the same order, or by

@@ -38,7 +38,7 @@ where left(reason, 4) = 'slot' and weight is not null;
 -- One job of each lane of a key whose rate allows no start now.
 create index waiting_rate_idx on queue.waiting (lane) where reason = 'slot' and at is not null;
 
-create index waiting_reserved_idx on queue.waiting (id) where reserved is not null;
+create index waiting_reserved_idx on queue.waiting (key) where reserved is not null;
 
 create index waiting_parked_idx on queue.waiting (id) where reason = 'parked';
 
