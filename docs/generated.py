@@ -26,8 +26,8 @@ COMMANDS = """# The command line
 
 `make docs` generates this page from the command line's help. [Operating](operating.md) shows the
 commands at work. Intervals are PostgreSQL's, such as `'5 minutes'`; a number without a unit means
-seconds. Times are read and shown in the zone of `PGTZ`, `TZ` or the machine; those shown end with
-their offset from UTC.
+seconds. Times are read and shown in the zone of `PGTZ`, `TZ` or the machine, or in the session's
+if the server does not know that name. Those shown end with their offset from UTC.
 """
 
 

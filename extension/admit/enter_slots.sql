@@ -74,7 +74,8 @@ end $$;
 -- (admit/reserve.sql). So room for the last key only shrinks, and jobs leave its line only so often. So room
 -- for the key before it grows only so often, and so on.
 -- Look at the time after that, and of these jobs at the first one by that order, m. Room only shrinks, so a
--- job that goes to a line because it does not fit stays in it. So m goes to a line because the first job
+-- job that goes to a line because it does not fit, or because a heavy one does not (_heavy_waiting), stays in
+-- it. So m goes to a line because the first job
 -- there, h, comes before it, and h changes lines no more. There m stands behind h: by the same order, or by
 -- tag, because a job from another line gets a new tag (p_moved of _tags), and no new tag comes before the
 -- first one. _refill takes jobs out in the line's order, so it takes out m only with h. As h stays, it went
@@ -123,7 +124,7 @@ declare
   v_places timestamptz[];
   v_head_places timestamptz[];                -- the first waiting job of each (key, lane)
   v_head_ids bigint[];
-  v_behind_heavy integer[];                   -- lines that wait for a heavy job (_heavy_firsts)
+  v_behind_heavy integer[];                   -- lines that wait for a heavy job (_heavy_waiting)
   v_back integer[] := '{}'::integer[];        -- lines to which one of their jobs goes back
   v_turns integer[];                          -- the order of p_ids, if not that
   v_n integer;
@@ -169,7 +170,7 @@ begin
   if v_counts.have_other_lanes then
     v_behind_heavy := array(
       select u.n
-      from queue._heavy_firsts(v_keys.keys) h
+      from queue._heavy_waiting(v_keys.keys) h
       join unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n) on u.key = h.key
       join queue.lane l on l.lane = u.lane
       where l.queue = h.queue and l.priority < h.priority);

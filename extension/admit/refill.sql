@@ -16,7 +16,7 @@ declare
 begin
   loop
     with heavy as materialized (
-      select h.key, h.queue, h.priority from queue._heavy_firsts(p_keys) h),
+      select h.key, h.queue, h.priority from queue._heavy_waiting(p_keys) h),
     room as materialized (
       select s.key, l.lane, l.low, l.low_deadline, s.slots, s.rate_limit,
         s.free - l.ready as room, s.rate_room - l.ready as rate_room,

@@ -16,7 +16,7 @@
 -- keys. So it does when it leaves its line: as a ready job it has none.
 
 -- Whether a job of a lane may reserve slots of keys: no job of its queue with a higher priority waits for one
--- of them.
+-- of them. It does not see those that _take_slots just sends there.
 create or replace function queue._may_reserve(p_lane integer, p_keys text[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
@@ -47,7 +47,8 @@ end $$;
 
 -- Frees the reserved slots of jobs that wait for one of these keys although claims leave room for them: for a
 -- ready job, or for a rate. Returns the keys of these slots.
--- Locks and wake-ups: as _free_reserved.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: _refill returns these keys, and is
+-- called for them.
 create or replace function queue._forgo(p_keys text[])
 returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 declare

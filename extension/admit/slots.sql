@@ -82,7 +82,7 @@ end $$;
 -- If jobs wait for keys whose rate allows no more starts now, writes the time of the next start into the row
 -- of the first job of each lane; _admit_due then gives them their slots. If the rate allows one again since
 -- the caller looked, that time is now. While ready jobs use up the rate it writes none: claims call it again.
--- Nor for lanes that wait for a heavy job (_heavy_firsts).
+-- It writes none for lanes that wait for a heavy job either (_heavy_waiting): the refill after that one does.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.
@@ -90,7 +90,7 @@ create or replace function queue._await_rates(p_keys text[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with heavy as materialized (
-    select h.key, h.queue, h.priority from queue._heavy_firsts(p_keys) h),
+    select h.key, h.queue, h.priority from queue._heavy_waiting(p_keys) h),
   shut as materialized (
     select w.tid, w.id, coalesce(
         queue._rate_opens_at(s.key, s.rate_limit, s.rate_per,
@@ -121,12 +121,12 @@ begin
   end if;
 end $$;
 
--- Of each queue, the most urgent heavy job that is the first in a line of these keys, and does not fit yet.
--- Jobs of its queue and key with a lower priority wait for it. Otherwise light ones could take each slot that
--- becomes free, and the heavy one would never start.
+-- Of each queue, the most urgent heavy job that waits for one of these keys and does not fit yet. Jobs of its
+-- queue and key with a lower priority wait for it. Otherwise light ones could take each slot that becomes
+-- free, and the heavy one would never start.
 -- Why no wake-up is lost: when it starts, or leaves queue.waiting, the key goes to _refill, because it has a
--- weight.
-create or replace function queue._heavy_firsts(p_keys text[])
+-- weight; and when it fits, because then slots are free.
+create or replace function queue._heavy_waiting(p_keys text[])
 returns table (key text, queue text, priority integer, id bigint)
 language plpgsql stable parallel safe security invoker rows 1 as $$
 begin
@@ -137,15 +137,14 @@ begin
       where exists (select from queue.waiting w
         where left(w.reason, 4) = 'slot' and w.key = u.key and w.weight is not null)) u
     cross join lateral (select s.* from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
-    cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
-      o (lane, ready, waiting, low, low_deadline)
+    cross join lateral unnest(s.lanes, s.ready, s.waiting) o (lane, ready, waiting)
     join queue.lane l on l.lane = o.lane
     cross join lateral (
+      -- if the heaviest fits, all do
       select w.id, w.weight from queue.waiting w
-      where w.reason = 'slot' and w.key = u.key and w.lane = o.lane
-        and (w.deadline, w.id) >= (o.low_deadline, o.low)
-      order by w.deadline, w.id limit 1) w
-    where o.waiting > 0 and w.weight is not null
+      where left(w.reason, 4) = 'slot' and w.key = u.key and w.lane = o.lane and w.weight is not null
+      order by w.weight desc limit 1) w
+    where o.waiting > 0
       and (least(w.weight, s.slots) > {{free_slots}} - o.ready
         or least(w.weight, s.rate_limit) > queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit,
           clock_timestamp()) - o.ready)

@@ -47,7 +47,7 @@ begin
                     and (queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
                       >= s.ready::bigint + least(coalesce(w.weight, 1), s.rate_limit)) is not false
                     and not w.is_marked
-                    and not exists (select from queue._heavy_firsts(array[s.key]) h
+                    and not exists (select from queue._heavy_waiting(array[s.key]) h
                       join queue.lane k on k.lane = s.lane
                       where h.queue = k.queue and h.priority > k.priority)
                     and not exists (select from queue.pending_settlement h

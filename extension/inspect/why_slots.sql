@@ -96,7 +96,7 @@ begin
        order by w.deadline, w.id limit 1)
       union all
       (select 0, format('job %s (weight %s)', w.id, w.weight) from queue.waiting w
-       where w.id = (select h.id from queue._heavy_firsts(array[p_key]) h
+       where w.id = (select h.id from queue._heavy_waiting(array[p_key]) h
          join queue.lane l on l.lane = v_key.lane
          where h.queue = l.queue and h.priority > l.priority))) f
     order by f.n limit 1;

@@ -7444,7 +7444,7 @@ end $$;
 -- If jobs wait for keys whose rate allows no more starts now, writes the time of the next start into the row
 -- of the first job of each lane; _admit_due then gives them their slots. If the rate allows one again since
 -- the caller looked, that time is now. While ready jobs use up the rate it writes none: claims call it again.
--- Nor for lanes that wait for a heavy job (_heavy_firsts).
+-- It writes none for lanes that wait for a heavy job either (_heavy_waiting): the refill after that one does.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.
@@ -7452,7 +7452,7 @@ create or replace function queue._await_rates(p_keys text[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with heavy as materialized (
-    select h.key, h.queue, h.priority from queue._heavy_firsts(p_keys) h),
+    select h.key, h.queue, h.priority from queue._heavy_waiting(p_keys) h),
   shut as materialized (
     select w.tid, w.id, coalesce(
         queue._rate_opens_at(s.key, s.rate_limit, s.rate_per,
@@ -7483,12 +7483,12 @@ begin
   end if;
 end $$;
 
--- Of each queue, the most urgent heavy job that is the first in a line of these keys, and does not fit yet.
--- Jobs of its queue and key with a lower priority wait for it. Otherwise light ones could take each slot that
--- becomes free, and the heavy one would never start.
+-- Of each queue, the most urgent heavy job that waits for one of these keys and does not fit yet. Jobs of its
+-- queue and key with a lower priority wait for it. Otherwise light ones could take each slot that becomes
+-- free, and the heavy one would never start.
 -- Why no wake-up is lost: when it starts, or leaves queue.waiting, the key goes to _refill, because it has a
--- weight.
-create or replace function queue._heavy_firsts(p_keys text[])
+-- weight; and when it fits, because then slots are free.
+create or replace function queue._heavy_waiting(p_keys text[])
 returns table (key text, queue text, priority integer, id bigint)
 language plpgsql stable parallel safe security invoker rows 1 as $$
 begin
@@ -7499,15 +7499,14 @@ begin
       where exists (select from queue.waiting w
         where left(w.reason, 4) = 'slot' and w.key = u.key and w.weight is not null)) u
     cross join lateral (select s.* from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
-    cross join lateral unnest(s.lanes, s.ready, s.waiting, s.lows, s.low_deadlines)
-      o (lane, ready, waiting, low, low_deadline)
+    cross join lateral unnest(s.lanes, s.ready, s.waiting) o (lane, ready, waiting)
     join queue.lane l on l.lane = o.lane
     cross join lateral (
+      -- if the heaviest fits, all do
       select w.id, w.weight from queue.waiting w
-      where w.reason = 'slot' and w.key = u.key and w.lane = o.lane
-        and (w.deadline, w.id) >= (o.low_deadline, o.low)
-      order by w.deadline, w.id limit 1) w
-    where o.waiting > 0 and w.weight is not null
+      where left(w.reason, 4) = 'slot' and w.key = u.key and w.lane = o.lane and w.weight is not null
+      order by w.weight desc limit 1) w
+    where o.waiting > 0
       and (least(w.weight, s.slots) > least(s.slots, 1000000000/* most_slots */) - s.used - o.ready
         or least(w.weight, s.rate_limit) > queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit,
           clock_timestamp()) - o.ready)
@@ -7683,7 +7682,7 @@ end $$;
 -- keys. So it does when it leaves its line: as a ready job it has none.
 
 -- Whether a job of a lane may reserve slots of keys: no job of its queue with a higher priority waits for one
--- of them.
+-- of them. It does not see those that _take_slots just sends there.
 create or replace function queue._may_reserve(p_lane integer, p_keys text[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
@@ -7714,7 +7713,8 @@ end $$;
 
 -- Frees the reserved slots of jobs that wait for one of these keys although claims leave room for them: for a
 -- ready job, or for a rate. Returns the keys of these slots.
--- Locks and wake-ups: as _free_reserved.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: _refill returns these keys, and is
+-- called for them.
 create or replace function queue._forgo(p_keys text[])
 returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -8657,7 +8657,8 @@ end $$;
 -- (admit/reserve.sql). So room for the last key only shrinks, and jobs leave its line only so often. So room
 -- for the key before it grows only so often, and so on.
 -- Look at the time after that, and of these jobs at the first one by that order, m. Room only shrinks, so a
--- job that goes to a line because it does not fit stays in it. So m goes to a line because the first job
+-- job that goes to a line because it does not fit, or because a heavy one does not (_heavy_waiting), stays in
+-- it. So m goes to a line because the first job
 -- there, h, comes before it, and h changes lines no more. There m stands behind h: by the same order, or by
 -- tag, because a job from another line gets a new tag (p_moved of _tags), and no new tag comes before the
 -- first one. _refill takes jobs out in the line's order, so it takes out m only with h. As h stays, it went
@@ -8706,7 +8707,7 @@ declare
   v_places timestamptz[];
   v_head_places timestamptz[];                -- the first waiting job of each (key, lane)
   v_head_ids bigint[];
-  v_behind_heavy integer[];                   -- lines that wait for a heavy job (_heavy_firsts)
+  v_behind_heavy integer[];                   -- lines that wait for a heavy job (_heavy_waiting)
   v_back integer[] := '{}'::integer[];        -- lines to which one of their jobs goes back
   v_turns integer[];                          -- the order of p_ids, if not that
   v_n integer;
@@ -8752,7 +8753,7 @@ begin
   if v_counts.have_other_lanes then
     v_behind_heavy := array(
       select u.n
-      from queue._heavy_firsts(v_keys.keys) h
+      from queue._heavy_waiting(v_keys.keys) h
       join unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n) on u.key = h.key
       join queue.lane l on l.lane = u.lane
       where l.queue = h.queue and l.priority < h.priority);
@@ -8915,7 +8916,7 @@ declare
 begin
   loop
     with heavy as materialized (
-      select h.key, h.queue, h.priority from queue._heavy_firsts(p_keys) h),
+      select h.key, h.queue, h.priority from queue._heavy_waiting(p_keys) h),
     room as materialized (
       select s.key, l.lane, l.low, l.low_deadline, s.slots, s.rate_limit,
         s.free - l.ready as room, s.rate_room - l.ready as rate_room,
@@ -15866,7 +15867,8 @@ end $$;
 -- claims them. Returns their ids. Of each key and lane it moves the first ones, as far as their weights have
 -- room together, and the sum of all that are ready is an integer.
 -- Locks: the caller holds the admission lock.
--- Why no wake-up is lost: the others stay in queue.waiting, where _refill finds them.
+-- Why no wake-up is lost: the others stay in queue.waiting, where _refill finds them. The next admission
+-- refills keys of which this frees slots, or of which a heavy job is gone.
 -- Two sessions: defer/queueing_locks.replace_fetch.spec.
 create or replace function queue._make_ready_early(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -15895,9 +15897,10 @@ begin
         from asked a join room r on r.key = a.key and r.lane = a.lane
         window w as (partition by a.key, a.lane order by a.deadline, a.id)) x
       where x.fits))
-    returning w.id, w.key, w.lane, w.at, w.reserved)
+    returning w.id, w.key, w.lane, w.at, w.weight, w.reserved)
   select array_agg(g.id) as ids, array_agg(g.key) as keys, array_agg(g.lane) as lanes,
     array_agg(g.key) filter (where g.at is not null) as rated,
+    array_agg(g.key) filter (where g.weight is not null) as heavy_keys,
     (select array_agg(g.id) from gone g cross join unnest(g.reserved) k) as reserved_ids,
     (select array_agg(k) from gone g cross join unnest(g.reserved) k) as reserved_keys
   into v_moved
@@ -15908,10 +15911,11 @@ begin
   perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
     array_fill(-1, array[cardinality(v_moved.ids)]), null);
   perform queue._await_rates(v_moved.rated);
-  if v_moved.reserved_keys is not null then
-    perform queue._free_reserved(v_moved.reserved_ids, v_moved.reserved_keys);
+  perform queue._free_reserved(v_moved.reserved_ids, v_moved.reserved_keys);
+  if v_moved.heavy_keys || v_moved.reserved_keys is not null then
+    -- others waited for these
     insert into queue.pending_settlement (job_id, kind, flags, payload)
-    values (v_moved.reserved_ids[1], 'refill', 0, to_jsonb(v_moved.reserved_keys));
+    values (v_moved.ids[1], 'refill', 0, to_jsonb(v_moved.heavy_keys || v_moved.reserved_keys));
   end if;
   select x.* into v_moved from queue._queue_entries(v_moved.ids) x;
   perform queue._add_slots(array_agg(k.key), array_agg(v_moved.lanes[k.n]), null, array_agg(k.weight), null,
@@ -20616,7 +20620,7 @@ begin
        order by w.deadline, w.id limit 1)
       union all
       (select 0, format('job %s (weight %s)', w.id, w.weight) from queue.waiting w
-       where w.id = (select h.id from queue._heavy_firsts(array[p_key]) h
+       where w.id = (select h.id from queue._heavy_waiting(array[p_key]) h
          join queue.lane l on l.lane = v_key.lane
          where h.queue = l.queue and h.priority > l.priority))) f
     order by f.n limit 1;
@@ -21048,7 +21052,7 @@ begin
                     and (queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
                       >= s.ready::bigint + least(coalesce(w.weight, 1), s.rate_limit)) is not false
                     and not w.is_marked
-                    and not exists (select from queue._heavy_firsts(array[s.key]) h
+                    and not exists (select from queue._heavy_waiting(array[s.key]) h
                       join queue.lane k on k.lane = s.lane
                       where h.queue = k.queue and h.priority > k.priority)
                     and not exists (select from queue.pending_settlement h

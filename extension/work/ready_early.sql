@@ -5,7 +5,8 @@
 -- claims them. Returns their ids. Of each key and lane it moves the first ones, as far as their weights have
 -- room together, and the sum of all that are ready is an integer.
 -- Locks: the caller holds the admission lock.
--- Why no wake-up is lost: the others stay in queue.waiting, where _refill finds them.
+-- Why no wake-up is lost: the others stay in queue.waiting, where _refill finds them. The next admission
+-- refills keys of which this frees slots, or of which a heavy job is gone.
 -- Two sessions: defer/queueing_locks.replace_fetch.spec.
 create or replace function queue._make_ready_early(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -34,9 +35,10 @@ begin
         from asked a join room r on r.key = a.key and r.lane = a.lane
         window w as (partition by a.key, a.lane order by a.deadline, a.id)) x
       where x.fits))
-    returning w.id, w.key, w.lane, w.at, w.reserved)
+    returning w.id, w.key, w.lane, w.at, w.weight, w.reserved)
   select array_agg(g.id) as ids, array_agg(g.key) as keys, array_agg(g.lane) as lanes,
     array_agg(g.key) filter (where g.at is not null) as rated,
+    array_agg(g.key) filter (where g.weight is not null) as heavy_keys,
     (select array_agg(g.id) from gone g cross join unnest(g.reserved) k) as reserved_ids,
     (select array_agg(k) from gone g cross join unnest(g.reserved) k) as reserved_keys
   into v_moved
@@ -47,10 +49,11 @@ begin
   perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
     array_fill(-1, array[cardinality(v_moved.ids)]), null);
   perform queue._await_rates(v_moved.rated);
-  if v_moved.reserved_keys is not null then
-    perform queue._free_reserved(v_moved.reserved_ids, v_moved.reserved_keys);
+  perform queue._free_reserved(v_moved.reserved_ids, v_moved.reserved_keys);
+  if v_moved.heavy_keys || v_moved.reserved_keys is not null then
+    -- others waited for these
     insert into queue.pending_settlement (job_id, kind, flags, payload)
-    values (v_moved.reserved_ids[1], 'refill', 0, to_jsonb(v_moved.reserved_keys));
+    values (v_moved.ids[1], 'refill', 0, to_jsonb(v_moved.heavy_keys || v_moved.reserved_keys));
   end if;
   select x.* into v_moved from queue._queue_entries(v_moved.ids) x;
   perform queue._add_slots(array_agg(k.key), array_agg(v_moved.lanes[k.n]), null, array_agg(k.weight), null,

@@ -265,7 +265,7 @@ def checked_time(name: str, value: object) -> str | None:
     if value.tzinfo is None:
         raise ValueError(f"{name} has no time zone: {value!r}")
     if not _FIRST <= value <= _LAST:
-        raise ValueError(f"{name} must be in the years 1 to 9999 in UTC, not {value}")
+        raise ValueError(f"{name} must be from 0001-01-03 to 9999-12-31 in UTC, not {value}")
     return value.isoformat()
 
 
@@ -310,7 +310,7 @@ def limit_of_semaphore(key: str, slots: int | None) -> dict[str, Any]:
     return {"concurrency_key": literal(key), "concurrency_limit": max(slots or 1, 1)}
 
 
-# What an interval of 0 would not be, and what it is left out for.
+# Intervals that can't be 0, and what holds if they are left out.
 _LEFT_OUT = {"timeout": "no limit", "unique_for": "1 day"}
 
 

@@ -299,7 +299,8 @@ def _renamed(text: str, names: Mapping[str, str]) -> str:
     if not names:
         return text
     either = "|".join(map(re.escape, names))
-    return re.sub(rf"(?<![\w\"-])(?:{either})(?!\w)", lambda found: names[found[0]], text)
+    form = rf"(?<![\w\"-])(?:{either})(?!\w)|'[^']*'|\"[^\"]*\""
+    return re.sub(form, lambda found: names.get(found[0], found[0]), text)
 
 
 @contextlib.contextmanager

@@ -60,8 +60,8 @@ def module_name(module: str) -> str:
 class Registry:
     """Tasks and schedules, and the client through which they are registered."""
 
-    #: How to have a module imported.
-    imports_in: ClassVar[str] = "App(imports=[...])"
+    #: How a worker knows a task.
+    import_hint: ClassVar[str] = "Import the module that defines it: App(imports=[...])."
 
     def __init__(self, client: Client, name: str, imports: Iterable[str]) -> None:
         self._client = client
@@ -111,7 +111,7 @@ class Registry:
         except KeyError:
             raise UnknownTask(
                 f"the task {name!r} isn't known here",
-                hint=f"Import the module that defines it: {self.imports_in}.",
+                hint=self.import_hint,
             ) from None
 
     def import_tasks(self) -> None:

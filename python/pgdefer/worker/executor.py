@@ -477,7 +477,7 @@ class Executor:
             self.give_back(claim)
 
     def _warn_given_back(self, claim: Claim) -> None:
-        said = "%r did not end in time, and is given back"
+        said = "%r did not end in time: giving it back"
         log.warning(said, claim, extra=claim.job._log_fields())
 
     def note_unresponsive(self, count: int) -> None:

@@ -18,13 +18,11 @@ from pgdefer.database import sql
 from pgdefer.database.execute import execute
 from pgdefer.database.own_threads import in_own_thread
 from pgdefer.database.pool import AsyncPool, SyncPool
-from pgdefer.errors import describe
 from pgdefer.tasks.context import JobContext, Middleware, enter_job
 from pgdefer.tasks.error_report import error_text
 from pgdefer.tasks.handling import RETRY_POLICY_ONLY
 from pgdefer.tasks.middleware import AsyncEntered, Entered
 from pgdefer.tasks.raised import suspension
-from pgdefer.tasks.registry import Registry
 from pgdefer.tasks.task import Task
 from pgdefer.worker import memory, outcomes
 from pgdefer.worker.ending import outcome_of, stops_with, success, timed_out, was_told_to_end
@@ -121,11 +119,10 @@ def _settled(
     return settled
 
 
-def run_function(job: JobContext, pool: SyncPool, registry: Registry) -> str | outcomes.Settled:
+def run_function(job: JobContext, pool: SyncPool, import_hint: str) -> str | outcomes.Settled:
     """Let the database run a task that is unknown here, if it has a function for it.
 
-    This also ends the claim: without a function, as one of an unknown task. That of a Django
-    project may be known then: its module is imported.
+    This also ends the claim: without a function, as one of an unknown task.
     """
     try:
         with transaction(job, True, pool) as (connection, own_part):
@@ -140,20 +137,9 @@ def run_function(job: JobContext, pool: SyncPool, registry: Registry) -> str | o
         return outcome_of(job, RETRY_POLICY_ONLY, error)
     state, outcome, said = ended
     if outcome == "released":
-        said = "%r has a task that this worker does not know; the job is %s%s"
-        log.warning(said, job, state, _look_for(registry, job.task), extra=job._log_fields())
+        said = "%r has a task that this worker does not know; the job is %s. To run it here: %s"
+        log.warning(said, job, state, import_hint, extra=job._log_fields())
     return outcomes.Settled(outcome, state, said or "")
-
-
-def _look_for(registry: Registry, task: str) -> str:
-    """Look for a task that may have to be imported; return what to say of that."""
-    if task in registry.tasks:
-        return ""  # in another version
-    try:
-        registry.get(task)
-    except Exception as error:
-        return f": {describe(error)}"
-    return ": its module has been imported now"
 
 
 def _milliseconds(timeout: dt.timedelta | None) -> int:

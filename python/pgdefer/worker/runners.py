@@ -18,7 +18,6 @@ from pgdefer._text import logger
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.tasks.context import JobContext, JobTimeout
 from pgdefer.tasks.interruptible import Interruptible
-from pgdefer.tasks.registry import Registry
 from pgdefer.tasks.task import Task
 from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim, Keeper
@@ -119,19 +118,17 @@ class LoopRunner:
 class FunctionRunner:
     """Lets the database run tasks that the app does not know, if it has functions for them."""
 
-    def __init__(
-        self, threads: Threads, pool: SyncPool, keeper: Keeper, registry: Registry
-    ) -> None:
+    def __init__(self, threads: Threads, pool: SyncPool, keeper: Keeper, import_hint: str) -> None:
         self._threads = threads
         self._pool = pool
         self._keeper = keeper
-        self._registry = registry
+        self._import_hint = import_hint
 
     def start(self, claim: Claim) -> None:
         """Let a thread call the function."""
         context = contextvars.copy_context()
         function = functools.partial(
-            context.run, run_function, claim.job, self._pool, self._registry
+            context.run, run_function, claim.job, self._pool, self._import_hint
         )
         submit(self._threads, claim, function, self._keeper)
 

@@ -337,7 +337,7 @@ async def test_jobs_that_do_not_end_go_back(
     assert {row["attempts"] for row in jobs()} == {0}
     assert (unwound, asked) == ([1], [1])
     assert worker.given_back == 4
-    warned = [each for each in caplog.records if "is given back" in each.message]
+    warned = [each for each in caplog.records if "giving it back" in each.message]
     assert {each.levelname for each in warned} == {"WARNING"}
     tasks = [vars(each)["task"].rpartition(".")[2] for each in warned]
     assert sorted(tasks) == ["asks", "deaf", "polite", "stuck"]

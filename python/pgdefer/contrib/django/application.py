@@ -45,7 +45,7 @@ class DjangoApp(App):
     """
 
     client: DjangoClient
-    imports_in = 'name it in PGDEFER["IMPORTS"]'
+    import_hint = 'Name the module that defines it in PGDEFER["IMPORTS"].'
 
     def __init__(self, settings: conf.Settings) -> None:
         source = DjangoSource(

@@ -129,7 +129,7 @@ class _OwnThread:
     which can't wait for that check.
     """
 
-    _is_stuck = False
+    _is_busy = False  # it has not answered before a handler
 
     def __init__(self) -> None:
         # What is lost, by the transactions that there were before.
@@ -160,26 +160,29 @@ class _OwnThread:
         with self if first is self else contextlib.nullcontext():
             token = _first.set(first)
             try:
-                others = await first._ask_thread(_left) or frozenset()
+                others: frozenset[str] | None = None  # not known
+                if not first._is_busy:
+                    others = await first._ask_thread(_left, frozenset[str]())
+                    first._is_busy = others is None
                 yield
-                if others not in first._found:
+                if others is not None and others not in first._found:
                     lost = functools.partial(_lost, others)
-                    first._found[others] = await first._ask_thread(lost) or []
-                _check_none_is_lost(first._found[others])
+                    first._found[others] = await first._ask_thread(lost, []) or []
+                if others is not None:
+                    _check_none_is_lost(first._found[others])
             finally:
                 _first.reset(token)
 
-    async def _ask_thread(self, question: Callable[[], T]) -> T | None:
+    async def _ask_thread(self, question: Callable[[], T], without_thread: T) -> T | None:
         """Ask it, for a while, as it may still run code that was not awaited; None: no answer."""
         executor = SyncToAsync.context_to_thread_executor.get(self._context)
-        if executor is None or self._is_stuck:
-            return None
+        if executor is None:
+            return without_thread
         asked = asyncio.wrap_future(executor.submit(question))
         done, _ = await asyncio.wait([asked], timeout=_PATIENCE)
         if done:
             return asked.result()
         asked.cancel()
-        self._is_stuck = True
         return None
 
 
