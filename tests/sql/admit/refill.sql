@@ -1,6 +1,6 @@
 -- Ready jobs that no worker has claimed hold no slot: jobs that come before them take it.
 
-select plan(70);
+select plan(73);
 
 \ir ../admit/gates.helpers.psql
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
@@ -132,6 +132,31 @@ select pg_temp.finish_one() \g /dev/null
 select queue.tick() \g /dev/null
 select is_empty('select * from queue.check()', 'no job waits in vain');
 select cardinality(pg_temp.one_by_one(5)) as n \gset
+
+-- Of two heavy jobs the lighter one would fit, behind the other. And a worker of one task takes a heavy job out of its line.
+create function pg_temp.defer_of(task text, weight integer, priority integer) returns bigint language sql as $$
+  select queue.defer(task, priority => defer_of.priority, options => jsonb_build_object('concurrency',
+    jsonb_build_array(jsonb_build_object('key', 'O', 'limit', 4, 'weight', weight))))
+$$;
+select pg_temp.defer_of('light', 2, 5) \g /dev/null
+select pg_temp.claim(10) \g /dev/null
+select pg_temp.defer_of('heavy', 4, 5), pg_temp.defer_of('heavy', 2, 5) \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.defer_of('light', 1, 0) as light \gset
+select is(pg_temp.claim(10), null, 'a light job waits for the heavier one of two');
+select pg_temp.finish_all();
+select cardinality(pg_temp.one_by_one(3)) as n \gset
+select pg_temp.defer_of('light', 1, 5) from generate_series(1, 3) \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.defer_of('heavy', 2, 5) as heavy \gset
+select queue.tick() \g /dev/null
+select pg_temp.defer_of('light', 1, 0) \g /dev/null
+select queue.tick() \g /dev/null
+select is((select array_agg(f.id) from queue.fetch(:worker, null, 1, '{"tasks": ["heavy"]}') f), array[:heavy]::bigint[], 'a worker of its task takes a heavy job');
+select queue.tick() \g /dev/null
+select is_empty('select * from queue.check()', 'then none waits in vain');
+select pg_temp.finish_all();
+select cardinality(pg_temp.one_by_one(4)) as n \gset
 
 -- Several at once, beside a heavy job that waits, and where there is room for some or all.
 select queue.defer('b', concurrency_key => 'W', concurrency_limit => 2) as b \gset
