@@ -14,7 +14,7 @@
 create or replace function queue._keys_of(p_ids bigint[], p_flags smallint[])
 returns table (n integer, id bigint, key text, slots integer, discards boolean, weight integer,
   rate_limit integer, rate_per interval)
-language plpgsql stable parallel safe security invoker rows 50 as $$
+language plpgsql stable parallel unsafe security invoker rows 50 as $$
 begin
   return query
     select u.n::integer, u.id, k.key, k.slots, j.discards, coalesce((k.terms ->> 'weight')::integer, 1),

@@ -84,7 +84,7 @@ comment on function queue.register_task(text, jsonb) is
 -- change or remove one.
 -- Raises: 22023, 42501.
 create or replace function queue._task_function(p_task text, p_value jsonb)
-returns text language plpgsql stable parallel safe security invoker as $$
+returns text language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_parts text[];
   v_function text;

@@ -4,7 +4,7 @@
 -- Every violated invariant. It reads one snapshot; a sound database gives no row.
 create or replace function queue.check()
 returns table (problem text, id bigint, detail text)
-language plpgsql stable parallel safe security definer rows 10
+language plpgsql stable parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set enable_nestloop = off set jit = off as $$
 begin
   {{installed}}

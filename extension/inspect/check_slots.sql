@@ -4,7 +4,7 @@
 -- The invariants of semaphores, for queue.check().
 create or replace function queue._check_semaphores()
 returns table (problem text, id bigint, detail text)
-language plpgsql stable parallel safe security invoker rows 10 as $$
+language plpgsql stable parallel unsafe security invoker rows 10 as $$
 begin
   return query
     select 'slots in use without a claim'::text, null::bigint,

@@ -5,7 +5,7 @@
 create or replace function queue.peek(queues text[] default null, n integer default 10)
 returns table (id bigint, task text, args jsonb, queue text, priority integer, lock text, attempts integer,
   scheduled_at timestamptz, deadline timestamptz)
-language plpgsql stable parallel safe security definer rows 10
+language plpgsql stable parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_hidden jsonb;

@@ -2,7 +2,7 @@
 
 -- Raises: QJ001.
 create or replace function queue.why(id bigint)
-returns text language plpgsql stable parallel safe security definer
+returns text language plpgsql stable parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
   v_job record;

@@ -40,7 +40,7 @@ end $$;
 
 -- The locks and concurrency keys of a ready job that have no room for it now; NULL if there are none.
 create or replace function queue._why_no_slot_left(p_id bigint)
-returns text language plpgsql stable parallel safe security invoker as $$
+returns text language plpgsql stable parallel unsafe security invoker as $$
 begin
   return (
     select string_agg(distinct format('%s %s', case left(k.key, 1) when 'm' then 'lock'
@@ -61,7 +61,7 @@ end $$;
 -- those of a job before it. Of the ready jobs before it, it finds one that is among the first 10,000 of the
 -- lane.
 create or replace function queue._why_no_slot(p_id bigint, p_key text)
-returns text language plpgsql stable parallel safe security invoker as $$
+returns text language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_is_lock constant boolean := left(p_key, 1) = 'm';
   v_name constant text := substr(p_key, 2);

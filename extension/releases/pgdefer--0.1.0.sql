@@ -4366,7 +4366,7 @@ comment on function queue.register_task(text, jsonb) is
 -- change or remove one.
 -- Raises: 22023, 42501.
 create or replace function queue._task_function(p_task text, p_value jsonb)
-returns text language plpgsql stable parallel safe security invoker as $$
+returns text language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_parts text[];
   v_function text;
@@ -7376,7 +7376,7 @@ end $$;
 create or replace function queue._keys_of(p_ids bigint[], p_flags smallint[])
 returns table (n integer, id bigint, key text, slots integer, discards boolean, weight integer,
   rate_limit integer, rate_per interval)
-language plpgsql stable parallel safe security invoker rows 50 as $$
+language plpgsql stable parallel unsafe security invoker rows 50 as $$
 begin
   return query
     select u.n::integer, u.id, k.key, k.slots, j.discards, coalesce((k.terms ->> 'weight')::integer, 1),
@@ -18202,7 +18202,7 @@ end $$;
 -- p_options: those of before_sleep.
 -- Locks: none. Raises: 22023.
 create or replace function queue._is_drained(p_queues text[], p_options jsonb, p_due timestamptz)
-returns boolean language plpgsql stable parallel safe security invoker as $$
+returns boolean language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_now timestamptz := clock_timestamp();
   v_queues text[];
@@ -20564,7 +20564,7 @@ end $$;
 
 -- The locks and concurrency keys of a ready job that have no room for it now; NULL if there are none.
 create or replace function queue._why_no_slot_left(p_id bigint)
-returns text language plpgsql stable parallel safe security invoker as $$
+returns text language plpgsql stable parallel unsafe security invoker as $$
 begin
   return (
     select string_agg(distinct format('%s %s', case left(k.key, 1) when 'm' then 'lock'
@@ -20585,7 +20585,7 @@ end $$;
 -- those of a job before it. Of the ready jobs before it, it finds one that is among the first 10,000 of the
 -- lane.
 create or replace function queue._why_no_slot(p_id bigint, p_key text)
-returns text language plpgsql stable parallel safe security invoker as $$
+returns text language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_is_lock constant boolean := left(p_key, 1) = 'm';
   v_name constant text := substr(p_key, 2);
@@ -20656,7 +20656,7 @@ end $$;
 
 -- Raises: QJ001.
 create or replace function queue.why(id bigint)
-returns text language plpgsql stable parallel safe security definer
+returns text language plpgsql stable parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set jit = off as $$
 declare
   v_job record;
@@ -20922,7 +20922,7 @@ end $$;
 create or replace function queue.peek(queues text[] default null, n integer default 10)
 returns table (id bigint, task text, args jsonb, queue text, priority integer, lock text, attempts integer,
   scheduled_at timestamptz, deadline timestamptz)
-language plpgsql stable parallel safe security definer rows 10
+language plpgsql stable parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_hidden jsonb;
@@ -21009,7 +21009,7 @@ comment on function queue.peek(text[], integer) is
 -- The invariants of semaphores, for queue.check().
 create or replace function queue._check_semaphores()
 returns table (problem text, id bigint, detail text)
-language plpgsql stable parallel safe security invoker rows 10 as $$
+language plpgsql stable parallel unsafe security invoker rows 10 as $$
 begin
   return query
     select 'slots in use without a claim'::text, null::bigint,
@@ -21106,7 +21106,7 @@ end $$;
 -- Every violated invariant. It reads one snapshot; a sound database gives no row.
 create or replace function queue.check()
 returns table (problem text, id bigint, detail text)
-language plpgsql stable parallel safe security definer rows 10
+language plpgsql stable parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set enable_nestloop = off set jit = off as $$
 begin
   if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;

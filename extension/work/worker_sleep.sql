@@ -181,7 +181,7 @@ end $$;
 -- p_options: those of before_sleep.
 -- Locks: none. Raises: 22023.
 create or replace function queue._is_drained(p_queues text[], p_options jsonb, p_due timestamptz)
-returns boolean language plpgsql stable parallel safe security invoker as $$
+returns boolean language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_now timestamptz := clock_timestamp();
   v_queues text[];

@@ -1,6 +1,6 @@
 -- House rules, read from the catalog.
 
-select plan(31);
+select plan(32);
 
 create temp view functions as
   select p.oid, p.proname as name, p.oid::regprocedure::text as signature, starts_with(p.proname, '_') as is_internal, p.prosecdef, p.proconfig, p.provolatile, p.proparallel,
@@ -41,6 +41,8 @@ select is_empty($$select f.signature, n from functions f cross join unnest(f.pro
 select is_empty($$select f.signature from functions f where f.pronargs > 0 and (f.proargnames is null or '' = any (f.proargnames[1:f.pronargs]))$$, 'every parameter has a name');
 select is_empty($$select f.signature from functions f where f.proparallel <> 'u' and f.provolatile = 'v'
                   and f.prosrc ~* '\m(insert into|update queue|delete from|nextval|pg_notify|for update|set_config)\M'$$, 'functions that write are not marked parallel safe');
+select is_empty($$select f.signature from functions f where f.proparallel <> 'u' and f.prosrc ~* '\mexception\s+when\M'$$,
+  'nor those with a subtransaction, which PostgreSQL 15 refuses there');
 select is_empty($$select f.signature from functions f where f.provolatile <> 'v'
                   and f.prosrc ~* '\m(insert into queue|update queue\.|delete from queue|nextval\(|pg_notify|for update)\M'$$, 'nor stable');
 select is_empty($$select f.signature from functions f where f.provolatile = 'i' and f.prosrc ~* '\m(from|join) queue\.'$$, 'functions that read tables are not immutable');
