@@ -79,6 +79,7 @@ class Job:
     keys: tuple[str, ...] = ()
     discards: bool = False
     expires_at: float = NEVER
+    revived: float = NEVER  # when a retry by force was sent, which lifts an expiry that is past
     needs: tuple[int, ...] = ()
     commit_sent: float = NEVER
     committed: float = NEVER
@@ -156,7 +157,7 @@ class Judge:
                 self.fault(f"{claim} was rolled back")
             if claim.serial in self.ledger.void:
                 self.fault(f"{claim} has args that were rolled back")
-            if job.expires_at < claim.sent:
+            if job.expires_at < claim.sent < job.revived:
                 self.fault(f"{claim} began after it had expired")
             for need in job.needs:
                 if self.ledger.jobs[need].may_succeed > claim.got:
@@ -570,6 +571,8 @@ class Storm:
             # refused: it has changed nothing, although its record stays
             job.touched[touches[id]] = (sent, time.time(), f"{call} refused" if error else call)
             ledger.counts[f"{call} refused" if error else call] += 1
+            if call == "retry" and more == [True] and job.expires_at < time.time() and not error:
+                job.revived = min(job.revived, sent)
         ledger.note("answered", answers)
 
     def some_jobs(self, r: random.Random) -> list[int]:
