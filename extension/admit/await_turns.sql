@@ -30,8 +30,7 @@ begin
     into v_job;
     if found then
       perform queue._count_unwaiting(v_job.key, v_job.lane);
-      perform queue._free_reserved(array_fill(v_turn.id, array[coalesce(cardinality(v_job.reserved), 0)]),
-        v_job.reserved);
+      perform queue._free_reserved(array[v_turn.id], v_job.reserved);
       keys := keys || case when num_nonnulls(v_job.at, v_job.weight) > 0 then array[v_job.key] end
         || v_job.reserved;
       asked := asked || v_turn.id;

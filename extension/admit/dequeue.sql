@@ -40,8 +40,7 @@ begin
       -- if it was the first, the next one may fit where its weight did not, or wait for the key's rate
       keys := case when v_waiting.lane is not null and num_nonnulls(v_waiting.at, v_waiting.weight) > 0
         then array[v_waiting.key] end || v_waiting.reserved;
-      perform queue._free_reserved(array_fill(p_id, array[coalesce(cardinality(v_waiting.reserved), 0)]),
-        v_waiting.reserved);
+      perform queue._free_reserved(array[p_id], v_waiting.reserved);
       perform queue._never_discard(array[p_id]);
     end if;
     place := v_waiting.reason;

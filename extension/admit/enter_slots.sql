@@ -75,12 +75,11 @@ end $$;
 -- for the key before it grows only so often, and so on.
 -- Look at the time after that, and of these jobs at the first one by that order, m. Room only shrinks, so a
 -- job that goes to a line because it does not fit, or because a heavy one does not (_heavy_waiting), stays in
--- it. So m goes to a line because the first job
--- there, h, comes before it, and h changes lines no more. There m stands behind h: by the same order, or by
--- tag, because a job from another line gets a new tag (p_moved of _tags), and no new tag comes before the
--- first one. _refill takes jobs out in the line's order, so it takes out m only with h. As h stays, it went
--- back because it did not fit, or behind one that did not (v_back). That one is not taken out again, nor are
--- h and m behind it.
+-- it. So m goes to a line because the first job there, h, comes before it, and h changes lines no more. There
+-- m stands behind h: by the same order, or by tag, because a job from another line gets a new tag (p_moved of
+-- _tags), and no new tag comes before the first one. _refill takes jobs out in the line's order, so it takes
+-- out m only with h. As h stays, it went back because it did not fit, or behind one that did not (v_back).
+-- That one is not taken out again, nor are h and m behind it.
 -- (While _retag gives new tags, m may stand before h. _refill hands over what takes long, and _retag ends.)
 -- Why no job waits in vain: jobs that wait hold no slot that they have not reserved. One that queues up
 -- although it would fit names the key in grown, and _refill looks at the line. So in the end the first job of

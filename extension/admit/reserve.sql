@@ -30,7 +30,7 @@ begin
     where o.waiting > 0 and l.queue = own.queue and l.priority > own.priority);
 end $$;
 
--- Frees the reserved slots of jobs that leave queue.waiting. Jobs may repeat: p_keys has a key of each.
+-- Frees the reserved slots of jobs that leave queue.waiting. p_ids: the job of each key, or one job of all.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: the caller passes the keys to _refill, or hands them over.
 create or replace function queue._free_reserved(p_ids bigint[], p_keys text[])
@@ -41,7 +41,7 @@ begin
   end if;
   perform queue._add_slots(array_agg(k.key), null, array_agg(-k.weight), null, null, null)
   from unnest(p_ids, p_keys) u (id, key)
-  cross join lateral queue._keys_of(array[u.id], array[{{keys}}]::smallint[]) k
+  cross join lateral queue._keys_of(array[coalesce(u.id, p_ids[1])], array[{{keys}}]::smallint[]) k
   where k.key = u.key;
 end $$;
 

@@ -1,5 +1,5 @@
 -- What queue.check() reports of semaphores.
--- Tests: admit/slots.sql.
+-- Tests: admit/slots.sql, admit/reserve.sql.
 
 -- The invariants of semaphores, for queue.check().
 create or replace function queue._check_semaphores()

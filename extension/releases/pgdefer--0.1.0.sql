@@ -7696,7 +7696,7 @@ begin
     where o.waiting > 0 and l.queue = own.queue and l.priority > own.priority);
 end $$;
 
--- Frees the reserved slots of jobs that leave queue.waiting. Jobs may repeat: p_keys has a key of each.
+-- Frees the reserved slots of jobs that leave queue.waiting. p_ids: the job of each key, or one job of all.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: the caller passes the keys to _refill, or hands them over.
 create or replace function queue._free_reserved(p_ids bigint[], p_keys text[])
@@ -7707,7 +7707,7 @@ begin
   end if;
   perform queue._add_slots(array_agg(k.key), null, array_agg(-k.weight), null, null, null)
   from unnest(p_ids, p_keys) u (id, key)
-  cross join lateral queue._keys_of(array[u.id], array[4/* keys */]::smallint[]) k
+  cross join lateral queue._keys_of(array[coalesce(u.id, p_ids[1])], array[4/* keys */]::smallint[]) k
   where k.key = u.key;
 end $$;
 
@@ -8231,8 +8231,7 @@ begin
       -- if it was the first, the next one may fit where its weight did not, or wait for the key's rate
       keys := case when v_waiting.lane is not null and num_nonnulls(v_waiting.at, v_waiting.weight) > 0
         then array[v_waiting.key] end || v_waiting.reserved;
-      perform queue._free_reserved(array_fill(p_id, array[coalesce(cardinality(v_waiting.reserved), 0)]),
-        v_waiting.reserved);
+      perform queue._free_reserved(array[p_id], v_waiting.reserved);
       perform queue._never_discard(array[p_id]);
     end if;
     place := v_waiting.reason;
@@ -8549,8 +8548,7 @@ begin
     into v_job;
     if found then
       perform queue._count_unwaiting(v_job.key, v_job.lane);
-      perform queue._free_reserved(array_fill(v_turn.id, array[coalesce(cardinality(v_job.reserved), 0)]),
-        v_job.reserved);
+      perform queue._free_reserved(array[v_turn.id], v_job.reserved);
       keys := keys || case when num_nonnulls(v_job.at, v_job.weight) > 0 then array[v_job.key] end
         || v_job.reserved;
       asked := asked || v_turn.id;
@@ -8658,12 +8656,11 @@ end $$;
 -- for the key before it grows only so often, and so on.
 -- Look at the time after that, and of these jobs at the first one by that order, m. Room only shrinks, so a
 -- job that goes to a line because it does not fit, or because a heavy one does not (_heavy_waiting), stays in
--- it. So m goes to a line because the first job
--- there, h, comes before it, and h changes lines no more. There m stands behind h: by the same order, or by
--- tag, because a job from another line gets a new tag (p_moved of _tags), and no new tag comes before the
--- first one. _refill takes jobs out in the line's order, so it takes out m only with h. As h stays, it went
--- back because it did not fit, or behind one that did not (v_back). That one is not taken out again, nor are
--- h and m behind it.
+-- it. So m goes to a line because the first job there, h, comes before it, and h changes lines no more. There
+-- m stands behind h: by the same order, or by tag, because a job from another line gets a new tag (p_moved of
+-- _tags), and no new tag comes before the first one. _refill takes jobs out in the line's order, so it takes
+-- out m only with h. As h stays, it went back because it did not fit, or behind one that did not (v_back).
+-- That one is not taken out again, nor are h and m behind it.
 -- (While _retag gives new tags, m may stand before h. _refill hands over what takes long, and _retag ends.)
 -- Why no job waits in vain: jobs that wait hold no slot that they have not reserved. One that queues up
 -- although it would fit names the key in grown, and _refill looks at the line. So in the end the first job of
@@ -21004,7 +21001,7 @@ comment on function queue.peek(text[], integer) is
 
 -- inspect/check_slots.sql
 -- What queue.check() reports of semaphores.
--- Tests: admit/slots.sql.
+-- Tests: admit/slots.sql, admit/reserve.sql.
 
 -- The invariants of semaphores, for queue.check().
 create or replace function queue._check_semaphores()
@@ -22365,6 +22362,7 @@ declare
   -- workers that have been silent since before it count as dead only dead_after later, as for reap
   v_up_since timestamptz := queue._up_since();
   v_is_waiting boolean;
+  v_news constant text[] := array(select n.queue from queue._overdue_news(p_now) n);
 begin
   name := 'workers';
   select count(*) filter (where w.gone_at is null and w.last_seen_at + w.dead_after >= p_now) as alive,
@@ -22376,7 +22374,7 @@ begin
     count(*) filter (where w.is_awaited) as awaited,
     max(w.dead_after) filter (where w.is_awaited) as patience,
     (select count(*) from (select from queue.active_job aj limit 10001) aj)
-      + (select count(*) from queue._overdue_news(p_now)) as jobs
+      + cardinality(v_news) as jobs
   into v_facts
   from (select w.*, w.gone_at is null and w.last_seen_at + w.dead_after < p_now
           and w.last_seen_at < v_up_since and v_up_since + w.dead_after >= p_now as is_awaited
@@ -22410,7 +22408,7 @@ begin
                 where (l.paused_until is null or l.paused_until <= p_now)
                   and exists (select from queue.active_job aj where aj.lane = l.lane and (aj.deadline, aj.id) >= (l.low_deadline, l.low_id) and aj.claim is null)
                 union
-                select n.queue from (select distinct n.queue from queue._overdue_news(p_now) n) n
+                select n.queue from (select distinct n.queue from unnest(v_news) n (queue)) n
                 where coalesce(queue._paused_until(n.queue) <= p_now, true)) u
           where queue._live_workers(u.queue, p_now, v_up_since) = 0) l) l;
   status := case when v_facts.n > 0 then 'fail' else 'ok' end;
@@ -22422,7 +22420,8 @@ begin
 end $$;
 
 -- The queues of ready jobs that nobody has admitted for 5 seconds, one row for each job: of the first 20,000
--- new jobs. It leaves out those of a backlog, of which a part has been admitted.
+-- new jobs. It leaves out those of a backlog, of which a part has been admitted: the view queue.unadmitted,
+-- which has them, took seconds beside 170 parts.
 create or replace function queue._overdue_news(p_now timestamptz)
 returns table (queue text)
 language plpgsql stable parallel safe security invoker rows 1000 as $$

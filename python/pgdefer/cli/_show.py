@@ -59,8 +59,7 @@ def count(number: int, noun: str) -> str:
 
 def moment(value: dt.datetime, form: str = "%Y-%m-%d %H:%M:%S") -> str:
     """Return a moment in the session's time zone, to the second, with its offset."""
-    offset = value.strftime("%z")
-    return value.strftime(form) + offset[:3] + (f":{offset[3:]}" if offset[3:] != "00" else "")
+    return value.strftime(form) + value.isoformat(timespec="seconds")[19:].removesuffix(":00")
 
 
 def span(value: dt.timedelta) -> str:

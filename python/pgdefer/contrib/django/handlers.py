@@ -165,10 +165,10 @@ class _OwnThread:
                     others = await first._ask_thread(_left, frozenset[str]())
                     first._is_busy = others is None
                 yield
-                if others is not None and others not in first._found:
-                    lost = functools.partial(_lost, others)
-                    first._found[others] = await first._ask_thread(lost, []) or []
                 if others is not None:
+                    if others not in first._found:
+                        lost = functools.partial(_lost, others)
+                        first._found[others] = await first._ask_thread(lost, []) or []
                     _check_none_is_lost(first._found[others])
             finally:
                 _first.reset(token)

@@ -12,7 +12,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from pgdefer.options import STATES
+from pgdefer.options import ENDED, STATES
 
 from . import queries
 from .database import Refused, Unreachable
@@ -159,7 +159,7 @@ MANY_ACTIONS = {
     if name not in ("copy", "fork", "set_args", "signal")
 }
 
-_UNFINISHED = frozenset(STATES) - {"succeeded", "failed", "cancelled"}
+_UNFINISHED = frozenset(STATES) - frozenset(ENDED)
 _WAITING = _UNFINISHED - {"running"}
 # The states in which a call can succeed and change the job; those of the others are all.
 _ALLOWED = {
