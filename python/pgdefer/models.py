@@ -243,6 +243,7 @@ class Worker(Base):
     is_alive: Mapped[bool]
     running: Mapped[_Int]
     memory: Mapped[int | None]
+    has_left: Mapped[bool]
 
 
 class Task(Base):

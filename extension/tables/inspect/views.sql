@@ -32,7 +32,7 @@ comment on view queue.steps is
 create view queue.workers as
 select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_after,
   w.gone_at is null and w.last_seen_at + w.dead_after >= statement_timestamp() as is_alive,
-  coalesce(aj.running, 0)::integer as running, w.memory
+  coalesce(aj.running, 0)::integer as running, w.memory, w.has_left
 from queue.worker w
 left join (select aj.worker_id, count(*) as running from queue.active_job aj where aj.claim is not null
   group by aj.worker_id) aj on aj.worker_id = w.id
@@ -43,7 +43,8 @@ where (w.gone_at is null or w.gone_at > statement_timestamp() - interval '1 minu
       where q like any ((select x.queues from queue.visible_queues x)::text[])));
 comment on view queue.workers is
   'Registered workers, and those that have gone within the last minute, or have died with jobs that still'
-    ' count as theirs. memory: the resident bytes that the last heartbeat told, or NULL.';
+    ' count as theirs. memory: the resident bytes that the last heartbeat told, or NULL. has_left: it said'
+    ' good-bye.';
 
 create view queue.tasks as
 select coalesce(t.name, p.task) as name, coalesce(t.defaults, '{}') as defaults,

@@ -585,18 +585,11 @@ CONFIGURE_SHARE = Statement("""
 
 UNBLOCK = Statement("select session from queue.unblock() as session")
 
-# A worker that is gone has left, unless it was silent for too long. The view may lack `gone_at`.
 WORKERS = Statement("""
     select id, name, queues, info, is_alive, running, memory, registered_at, last_seen_at,
       dead_after, has_left, clock_timestamp() - last_seen_at as silent_for,
-      case when is_alive then clock_timestamp() else coalesce(gone.at, last_seen_at) end
-      - registered_at as up_for
-    from queue.workers w
-    cross join lateral (select cast(to_jsonb(w) ->> 'gone_at' as timestamptz)) as gone (at)
-    cross join lateral (
-      select not is_alive and coalesce(gone.at, clock_timestamp()) <= last_seen_at + dead_after)
-      as ended (has_left)
-    order by id
+      case when is_alive then clock_timestamp() else last_seen_at end - registered_at as up_for
+    from queue.workers order by id
 """)
 
 STATS = Statement("select * from queue.stats()")

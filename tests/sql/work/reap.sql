@@ -34,7 +34,7 @@ select is(test.refusal(format('select * from queue.before_sleep(%s)', :w1)), 'QJ
 select is(test.refusal(format('select queue.succeed(%s, %s)', :a, :claim)), 'QJ002', 'it can''t finish what it lost');
 select is(test.refusal(format('select queue.fail(%s, %s, ''late'')', :b, :claim)), 'QJ002', 'nor fail it');
 select is(test.refusal(format('select queue.extend(%s, %s, ''1 hour'')', :a, :claim)), 'QJ002', 'nor extend it');
-select is((select not is_alive from queue.workers where id = :w1), true, 'it is shown for a while');
+select is((select not is_alive and not has_left from queue.workers where id = :w1), true, 'it is shown for a while');
 
 -- A job with a crash is next claimed alone
 select id, claim from queue.fetch(:w2, null, 10) \gset

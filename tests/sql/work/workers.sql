@@ -47,7 +47,7 @@ select is(queue.deregister_worker(:w5), 3, 'deregister_worker returns how many j
 select is((select string_agg(pg_temp.job(id), ', ' order by id) from unnest(array[:d1, :d2, :d3]) id), 'ready 0 0 0 1, ready 0 0 0 1, ready 0 0 0 1', 'as if never claimed');
 select is_empty('select * from queue.lease', 'timeouts and leases have ended');
 select is_empty('select * from queue.check()', 'locks and slots are in order');
-select is((select last_seen_at > registered_at from queue.workers where id = :w5), true, 'it was last seen as it left');
+select is((select last_seen_at > registered_at and has_left from queue.workers where id = :w5), true, 'it was last seen as it left');
 select is(queue.deregister_worker(:w5), 0, 'again: nothing, and no error');
 select is(queue.deregister_worker(424242), 0, 'a worker that never was: the same');
 select is(test.refusal(format('select * from queue.fetch(%s)', :w5)), 'QJ007', 'it is gone');

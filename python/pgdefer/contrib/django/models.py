@@ -223,6 +223,7 @@ class Worker(View):
     is_alive = models.BooleanField()
     running = models.IntegerField()
     memory = models.BigIntegerField(null=True)
+    has_left = models.BooleanField()
 
     class Meta(View.Meta):
         db_table = '"queue"."workers"'

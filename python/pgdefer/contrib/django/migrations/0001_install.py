@@ -224,6 +224,7 @@ class Migration(migrations.Migration):
                 ("is_alive", models.BooleanField()),
                 ("running", models.IntegerField()),
                 ("memory", models.BigIntegerField(null=True)),
+                ("has_left", models.BooleanField()),
             ],
             options={
                 "db_table": '"queue"."workers"',
