@@ -51,8 +51,8 @@ _PROCRASTINATE = """
 
 PROCRASTINATE_NEXT = Statement(f"select min(j.id) as id {_PROCRASTINATE}")
 
-# Some of them, in the order of their ids. A time that never comes, such as infinity, is none here:
-# the job is held. One that has always been over is none either.
+# Some of them, in the order of their ids. With a time that never comes, such as infinity, a job is
+# held. With -infinity it runs at once.
 PROCRASTINATE = Statement(f"""
     with picked as materialized (
       select j.*, coalesce(j.scheduled_at >= '10000-01-01 UTC', false) as is_never,
