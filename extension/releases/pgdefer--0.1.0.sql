@@ -1361,10 +1361,11 @@ cross join lateral (
     where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id)
       -- says nothing new, but lets the planner expect few rows: else it reads the whole log for each part
       and j.xid >= b.from_xid and j.xid <= b.to_xid offset 0) j
-  where not exists (select from queue.active_job aj where aj.id = j.id)
-    and not exists (select from queue.waiting w where w.id = j.id)
-    and not exists (select from queue.finished f where f.id = j.id)
-    and not exists (select from queue.lock_member m where m.lock = j.lock and m.id = j.id)
+  -- each by its index, as these tables may have been empty when a function made its plan
+  where not exists (select from queue.active_job aj where aj.id = j.id offset 0)
+    and not exists (select from queue.waiting w where w.id = j.id offset 0)
+    and not exists (select from queue.finished f where f.id = j.id offset 0)
+    and not exists (select from queue.lock_member m where m.lock = j.lock and m.id = j.id offset 0)
   offset 0) j;
 
 -- All jobs with all columns of queue.jobs, for functions, which run as the owner and show callers what
@@ -15116,6 +15117,16 @@ begin
     + interval '1 hour';
 end $$;
 
+-- Whether over 100 jobs are new. It reads few of them: a part of the backlog holds about 1,000 jobs, and many
+-- of these may have been admitted.
+create or replace function queue._has_many_new()
+returns boolean language plpgsql stable parallel safe security invoker set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+begin
+  return exists (select from queue.backlog)
+    or exists (select from queue.backlog_part offset 1)
+    or exists (select from queue.unadmitted offset 100);
+end $$;
+
 -- Removes what is due, after one in 500 claims: a worker that is never idle makes only heartbeats otherwise,
 -- and ends more jobs than these can remove. So for each job that starts, two may go. If there was little, the
 -- session looks again after a minute, as a look may read all failed jobs. Many new jobs are left to fetches,
@@ -15130,7 +15141,7 @@ declare
   v_pruned integer;
 begin
   if abs(v_epoch - coalesce(nullif(current_setting('pgdefer.pruned_at', true), '')::double precision, 0)) < 60
-    or exists (select from queue.unadmitted offset 100)
+    or queue._has_many_new()
     -- what this transaction has handed over may need an old job
     or exists (select from queue.pending_settlement h where h.xid = pg_current_xact_id_if_assigned())
     or not queue._lock_admission(false) then

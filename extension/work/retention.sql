@@ -119,6 +119,16 @@ begin
     + interval '1 hour';
 end $$;
 
+-- Whether over 100 jobs are new. It reads few of them: a part of the backlog holds about 1,000 jobs, and many
+-- of these may have been admitted.
+create or replace function queue._has_many_new()
+returns boolean language plpgsql stable parallel safe security invoker {{planner}} as $$
+begin
+  return exists (select from queue.backlog)
+    or exists (select from queue.backlog_part offset 1)
+    or exists (select from queue.unadmitted offset 100);
+end $$;
+
 -- Removes what is due, after one in 500 claims: a worker that is never idle makes only heartbeats otherwise,
 -- and ends more jobs than these can remove. So for each job that starts, two may go. If there was little, the
 -- session looks again after a minute, as a look may read all failed jobs. Many new jobs are left to fetches,
@@ -133,7 +143,7 @@ declare
   v_pruned integer;
 begin
   if abs(v_epoch - coalesce(nullif(current_setting('pgdefer.pruned_at', true), '')::double precision, 0)) < 60
-    or exists (select from queue.unadmitted offset 100)
+    or queue._has_many_new()
     -- what this transaction has handed over may need an old job
     or exists (select from queue.pending_settlement h where h.xid = pg_current_xact_id_if_assigned())
     or not queue._lock_admission(false) then

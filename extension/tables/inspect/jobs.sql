@@ -26,10 +26,11 @@ cross join lateral (
     where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id)
       -- says nothing new, but lets the planner expect few rows: else it reads the whole log for each part
       and j.xid >= b.from_xid and j.xid <= b.to_xid offset 0) j
-  where not exists (select from queue.active_job aj where aj.id = j.id)
-    and not exists (select from queue.waiting w where w.id = j.id)
-    and not exists (select from queue.finished f where f.id = j.id)
-    and not exists (select from queue.lock_member m where m.lock = j.lock and m.id = j.id)
+  -- each by its index, as these tables may have been empty when a function made its plan
+  where not exists (select from queue.active_job aj where aj.id = j.id offset 0)
+    and not exists (select from queue.waiting w where w.id = j.id offset 0)
+    and not exists (select from queue.finished f where f.id = j.id offset 0)
+    and not exists (select from queue.lock_member m where m.lock = j.lock and m.id = j.id offset 0)
   offset 0) j;
 
 -- All jobs with all columns of queue.jobs, for functions, which run as the owner and show callers what

@@ -335,3 +335,19 @@ def test_new_jobs_are_read_once_in_however_many_parts_the_backlog_is(
     (((plan,),),) = session(statement)
     of_log = [one for one in _nodes(plan["Plan"]) if one.get("Relation Name") == "log"]
     assert 0 < rows <= sum(map(_read, of_log)) < 2 * rows
+
+
+def test_removal_in_pace_reads_few_of_a_backlog(conn: Connection, session: Session) -> None:
+    """As in a drain: few have ended when the session makes its plan, many when it looks again."""
+    session.defer("plain", range(5 * BACKLOG))
+    conn.execute("vacuum analyze")
+    fetch = "select id, claim, 'succeeded' as outcome from queue.fetch(%s, max_jobs => 10)"
+    ended: list[dict[str, Any]] = []
+    for _ in range(2 * BACKLOG // 10):
+        session.watched("removal in pace", "select queue._prune_in_pace()")
+        session("select * from queue.finish_many(%s)", json.dumps(ended))
+        ended = [
+            {"id": id, "claim": claim, "outcome": outcome}
+            for id, claim, outcome in session(fetch, session.worker)
+        ]
+    assert session.offences == []
