@@ -142,16 +142,24 @@ async def _undone_async(connection: psycopg.AsyncConnection[Any], end: float) ->
     return True
 
 
-class _Idle:
-    """Open connections that are not in use, at most `most`; the last one in is the first one out.
+# How long connections beyond those that a pool keeps may be idle, in seconds.
+_REST = 5.0
 
-    A process that was forked from theirs must neither use nor close them.
+
+class _Idle:
+    """Open connections that are not in use; the last one in is the first one out.
+
+    There are at most `most`, and those beyond `kept` are closed after a while. A process that was
+    forked from theirs must neither use nor close them.
     """
 
-    def __init__(self, most: int) -> None:
-        self.items: list[Any] = []
-        self._most = most
+    def __init__(self, kept: int, most: int | None) -> None:
+        #: Each with the time since when it is idle.
+        self.items: list[tuple[Any, float]] = []
+        self._kept = kept
+        self._most = max(kept, most or 0)
         self._pid = os.getpid()
+        self._timer: threading.Timer | None = None
 
     @property
     def is_here(self) -> bool:
@@ -163,7 +171,7 @@ class _Idle:
         end = time.monotonic() + _UNDO_TIMEOUT
         while self.items:
             try:
-                connection: PsycopgConnection = self.items.pop()
+                connection: PsycopgConnection = self.items.pop()[0]
             except IndexError:
                 return None
             try:
@@ -180,7 +188,7 @@ class _Idle:
         end = time.monotonic() + _UNDO_TIMEOUT
         while self.items:
             try:
-                connection: AsyncPsycopgConnection = self.items.pop()
+                connection: AsyncPsycopgConnection = self.items.pop()[0]
             except IndexError:
                 return None
             try:
@@ -200,27 +208,57 @@ class _Idle:
             return False
         if undo and not _begin_undo(connection):
             return False
-        self.items.append(connection)
+        self.items.append((connection, time.monotonic()))
+        if len(self.items) > self._kept and self._timer is None:
+            self._start_timer()
         return True
+
+    def _start_timer(self) -> None:
+        timer = threading.Timer(_REST, _close_rested, [weakref.ref(self)])
+        timer.name, timer.daemon = "pgdefer-pool", True
+        self._timer = timer
+        with contextlib.suppress(RuntimeError):  # the interpreter ends, and with it the connections
+            timer.start()
+
+    def close_rested(self) -> None:
+        """Close those beyond `kept` that have been idle for long; look at the others later."""
+        self._timer = None
+        with contextlib.suppress(IndexError):  # another thread has taken the last one
+            while len(self.items) > self._kept:
+                if time.monotonic() - self.items[0][1] < _REST:
+                    self._start_timer()
+                    break
+                close_now(self.items.pop(0)[0])
 
     def close(self) -> None:
         """Close all of them, unless they are another process's."""
+        if self._timer is not None and self.is_here:
+            self._timer.cancel()
+            self._timer = None
         while self.items and self.is_here:
-            close_now(self.items.pop())
+            close_now(self.items.pop()[0])
 
     def __del__(self) -> None:
         self.close()
 
 
+def _close_rested(reference: weakref.ref[_Idle]) -> None:
+    """Call close_rested, unless the pool has been forgotten, which closes all."""
+    idle = reference()
+    if idle is not None:
+        idle.close_rested()
+
+
 class SyncPool:
     """Connections for synchronous calls, from any thread; `most` at once (None: no limit).
 
-    Those lent without waiting are not counted.
+    Those lent without waiting are not counted. `kept` may stay idle for good; with `most`, as many
+    may stay for a moment, as opening one costs many times what a call does.
     """
 
-    def __init__(self, source: Source, max_idle: int = 4, most: int | None = None) -> None:
+    def __init__(self, source: Source, kept: int = 4, most: int | None = None) -> None:
         self._source = source
-        self._max_idle = max_idle
+        self._kept = kept
         self._most = most
         #: The pool whose idle connections are closed if the server accepts no more.
         self.partner: AsyncPool | None = None
@@ -228,7 +266,7 @@ class SyncPool:
         self._start()
 
     def _start(self) -> None:
-        self._idle = _Idle(self._max_idle)
+        self._idle = _Idle(self._kept, self._most)
         self._turn = threading.BoundedSemaphore(self._most) if self._most else _NO_TURN
 
     @contextlib.contextmanager
@@ -273,14 +311,11 @@ class SyncPool:
 
 
 class AsyncPool:
-    """Connections for asynchronous calls, separate for each event loop; at most `most` in each.
+    """Connections for asynchronous calls, separate for each event loop; otherwise as SyncPool."""
 
-    Those lent without waiting are not counted.
-    """
-
-    def __init__(self, source: Source, max_idle: int = 4, most: int | None = None) -> None:
+    def __init__(self, source: Source, kept: int = 4, most: int | None = None) -> None:
         self._source = source
-        self._max_idle = max_idle
+        self._kept = kept
         self._most = most
         #: As in SyncPool.
         self.partner: SyncPool | None = None
@@ -300,7 +335,7 @@ class AsyncPool:
                 if other is not None and other.is_closed():
                     self._drop(other)
             turn = asyncio.Semaphore(self._most) if self._most else _NO_TURN
-            self._loops[loop] = _Idle(self._max_idle), turn
+            self._loops[loop] = _Idle(self._kept, self._most), turn
         idle, turn = self._loops[loop]
         async with turn if waits else _NO_TURN:
             connection = await idle.take_async() or await self._connect()

@@ -16,7 +16,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 
 from pgdefer import App, current_job
-from pgdefer.database import connection
+from pgdefer.database import connection, pool
 from pgdefer.database.source import Source
 
 from .conftest import Jobs, running, until, wait_for
@@ -87,6 +87,37 @@ async def test_many_calls_at_once_share_connections(narrow: str, jobs: Jobs) -> 
         with ThreadPoolExecutor(20) as pool:
             deferred += list(pool.map(app.defer, ["t"] * 100))
     assert len({job.id for job in deferred}) == len(jobs()) == 200
+
+
+@pytest.mark.parametrize("kind", ["threads", "coroutines"])
+async def test_connections_stay_open_while_many_calls_use_them(
+    dsn: str, conn: Connection, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """And a moment after; then four remain, and the other kind's one."""
+    opened: list[str] = []
+    connect = "_connect" if kind == "threads" else "_connect_async"
+    real = getattr(Source, connect)
+
+    def counted(source: Source, conninfo: str) -> Any:
+        opened.append(conninfo)
+        return real(source, conninfo)
+
+    monkeypatch.setattr(Source, connect, counted)
+    monkeypatch.setattr(pool, "_REST", 2.0)
+    count = "select count(*) from pg_stat_activity where application_name = 'many'"
+    async with App(make_conninfo(dsn, application_name="many"), max_connections=12) as app:
+        await app.defer_async("t")
+        app.defer("t")
+        for _ in range(20):
+            if kind == "coroutines":
+                await asyncio.gather(*(app.defer_async("t") for _ in range(50)))
+            else:
+                with ThreadPoolExecutor(50) as threads:
+                    await asyncio.gather(
+                        *(asyncio.wrap_future(threads.submit(app.defer, "t")) for _ in range(50))
+                    )
+        assert len(opened) <= 12
+        await until(lambda: conn.execute(count).fetchone() == (4 + 1,))
 
 
 def test_event_loops_that_have_ended_leave_no_connections(narrow: str, conn: Connection) -> None:
@@ -272,10 +303,10 @@ async def use():
 app.defer("t")
 waits = loop.run_until_complete(use())
 fork()
-(idle,) = client.own_pool._idle.items
+((idle, _),) = client.own_pool._idle.items
 ((others, _),) = client.own_pool_async._loops.values()
 idle.execute("select")
-for connection in (*others.items, waits):
+for connection in (*(one for one, _ in others.items), waits):
     loop.run_until_complete(connection.execute("select"))
 with contextlib.ExitStack() as stack:
     lent = [stack.enter_context(client.own_pool.connection()) for _ in range(6)]
