@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import psycopg
 from peer import Producer, Ran, drive
 
@@ -30,6 +32,8 @@ async def producer(dsn: str) -> Producer:
 
 
 async def work(dsn: str, ran: Ran, setting: str) -> None:
+    gc.collect()  # as `pgdefer worker` does
+    gc.freeze()
     await Worker(
         app_with(dsn, ran), **({"concurrency": 200} if setting == "best" else {})
     ).run_async()

@@ -209,15 +209,14 @@ class _Idle:
         if undo and not _begin_undo(connection):
             return False
         self.items.append((connection, time.monotonic()))
-        if len(self.items) > self._kept and self._timer is None:
+        if len(self.items) > self._kept and not (self._timer and self._timer.is_alive()):
             self._start_timer()
         return True
 
     def _start_timer(self) -> None:
-        timer = threading.Timer(_REST, _close_rested, [weakref.ref(self)])
+        self._timer = timer = threading.Timer(_REST, _close_rested, [weakref.ref(self)])
         timer.name, timer.daemon = "pgdefer-pool", True
-        self._timer = timer
-        with contextlib.suppress(RuntimeError):  # the interpreter ends, and with it the connections
+        with contextlib.suppress(RuntimeError):  # no more threads: the next call tries again
             timer.start()
 
     def close_rested(self) -> None:

@@ -181,6 +181,17 @@ def test_a_worker(run: Run, dsn: str, jobs: Jobs, app: App, tmp_path: Path) -> N
     assert "secret" not in done.stderr
 
 
+def test_full_collections_leave_out_what_a_worker_has_imported(
+    run: Run, dsn: str, jobs: Jobs, app: App, tmp_path: Path
+) -> None:
+    count = "@app.task(name='frozen')\ndef frozen():\n    return gc.get_freeze_count()\n"
+    (tmp_path / "mod.py").write_text("import gc\n" + MODULE.format(dsn=dsn) + count)
+    app.defer("frozen")
+    assert run("worker", "-A", "mod:app", "--drain").returncode == 0
+    (frozen,) = [row["result"] for row in jobs()]
+    assert frozen > 10_000
+
+
 def test_the_applications_own_log(run: Run, dsn: str, jobs: Jobs, app: App, tmp_path: Path) -> None:
     log = "import logging\nlogging.basicConfig(level=logging.INFO, format='own %(message)s')\n"
     (tmp_path / "mod.py").write_text(log + MODULE.format(dsn=dsn))
