@@ -144,6 +144,14 @@ SUSPEND = (
     * 3,
     ADMIT,
 )
+# A table whose rows defer jobs.
+TRIGGER = (
+    "create table traced (n integer)",
+    """
+    create trigger d after insert on traced for each row execute function queue.defer_trigger('noop')
+    """,
+    "prepare rows as insert into traced select g from generate_series(1, 1000) g",
+)
 NONE = "select set_config('b.outcomes', '[]', false)"
 # One after another in one queue: those that want it empty first; the batches drain what was deferred before.
 CASES = [
@@ -193,6 +201,7 @@ CASES = [
             (" with 100 locks", "locked", "locks('locked')"),
         )
     ),
+    Case("a row of a trigger, of 1,000", ("rows",), 2, 2, jobs=1000, first=TRIGGER),
 ]
 
 

@@ -5313,12 +5313,12 @@ end $$;
 -- Tests: defer/defer.sql.
 
 -- Settings: a row is written in the same way, whatever the session's output formats for bytea, floating point
--- numbers and intervals.
+-- numbers and intervals. Without a generic plan, PostgreSQL would plan the look at the columns for each row.
 -- Locks and errors: as defer.
 create or replace function queue.defer_trigger()
 returns trigger language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set bytea_output = hex set extra_float_digits = 1
-set intervalstyle = postgres as $$
+set intervalstyle = postgres set plan_cache_mode = force_generic_plan as $$
 declare
   v_keys jsonb := '{}'::jsonb;
   v_columns record;
