@@ -149,15 +149,14 @@ _REST = 5.0
 class _Idle:
     """Open connections that are not in use; the last one in is the first one out.
 
-    There are at most `most`, and those beyond `kept` are closed after a while. A process that was
-    forked from theirs must neither use nor close them.
+    Those beyond `kept` are closed after a while. A process that was forked from theirs must neither
+    use nor close them.
     """
 
-    def __init__(self, kept: int, most: int | None) -> None:
+    def __init__(self, kept: int) -> None:
         #: Each with the time since when it is idle.
         self.items: list[tuple[Any, float]] = []
         self._kept = kept
-        self._most = max(kept, most or 0)
         self._pid = os.getpid()
         self._timer: threading.Timer | None = None
 
@@ -201,10 +200,8 @@ class _Idle:
         return None
 
     def put(self, connection: Any, *, undo: bool) -> bool:
-        """Take a connection back, if it is usable and there is room; return whether that is so."""
-        if len(self.items) >= self._most or not is_usable(connection):
-            return False
-        if not _is_unchanged(connection):
+        """Take a connection back, if it is usable; return whether it is."""
+        if not is_usable(connection) or not _is_unchanged(connection):
             return False
         if undo and not _begin_undo(connection):
             return False
@@ -251,8 +248,8 @@ def _close_rested(reference: weakref.ref[_Idle]) -> None:
 class SyncPool:
     """Connections for synchronous calls, from any thread; `most` at once (None: no limit).
 
-    Those lent without waiting are not counted. `kept` may stay idle for good; with `most`, as many
-    may stay for a moment, as opening one costs many times what a call does.
+    Those lent without waiting are not counted. `kept` stay idle for good; the rest for a moment, as
+    opening one takes as long as many calls.
     """
 
     def __init__(self, source: Source, kept: int = 4, most: int | None = None) -> None:
@@ -265,7 +262,7 @@ class SyncPool:
         self._start()
 
     def _start(self) -> None:
-        self._idle = _Idle(self._kept, self._most)
+        self._idle = _Idle(self._kept)
         self._turn = threading.BoundedSemaphore(self._most) if self._most else _NO_TURN
 
     @contextlib.contextmanager
@@ -334,7 +331,7 @@ class AsyncPool:
                 if other is not None and other.is_closed():
                     self._drop(other)
             turn = asyncio.Semaphore(self._most) if self._most else _NO_TURN
-            self._loops[loop] = _Idle(self._kept, self._most), turn
+            self._loops[loop] = _Idle(self._kept), turn
         idle, turn = self._loops[loop]
         async with turn if waits else _NO_TURN:
             connection = await idle.take_async() or await self._connect()

@@ -175,6 +175,21 @@ async def test_each_job_runs_once_and_in_its_own_database(dsns: list[str]) -> No
         assert states(dsn) == {"succeeded": 101}
 
 
+async def test_jobs_that_follow_each_other_share_connections(dsns: list[str]) -> None:
+    app = App(dsns[0])
+    sessions: set[int] = set()
+
+    @app.task(transactional=True)
+    async def transaction(connection: psycopg.AsyncConnection[Any]) -> None:
+        await connection.execute("select")
+        sessions.add(connection.info.backend_pid)
+
+    await transaction.defer_many_async([{}] * 200)
+    await MultiWorker(app, dsns, drain=True, concurrency=5).run_async()
+    assert states(dsns[0]) == {"succeeded": 200}
+    assert len(sessions) < 20
+
+
 async def test_an_idle_database_has_one_connection(dsns: list[str], tenants: Tenants) -> None:
     app = App()
     done: set[str] = set()
