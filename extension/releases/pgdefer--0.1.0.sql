@@ -15117,8 +15117,8 @@ begin
     + interval '1 hour';
 end $$;
 
--- Whether over 100 jobs are new. It reads few of them: a part of the backlog holds about 1,000 jobs, and many
--- of these may have been admitted.
+-- Whether many jobs are new: over 100, or a backlog of more than one part. It reads one part at most: each
+-- holds 1,000 jobs or fewer, and many of these may have been admitted.
 create or replace function queue._has_many_new()
 returns boolean language plpgsql stable parallel safe security invoker set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 begin

@@ -86,8 +86,8 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
     Connections are opened when first needed, at most `max_connections` for synchronous calls and as
     many for each event loop; further calls wait. Each open block of `job.transaction` has one more,
     and so has each thread that waits in `result`. Four are kept open for synchronous calls, four in
-    each event loop, and four for such waits; further ones are closed after 5 seconds without a
-    call. `close` and `close_async` close all. All threads and event loops may use an App.
+    each event loop, and four for such waits; of further ones a process keeps at most 20, for a
+    second or two. `close` and `close_async` close all. All threads and event loops may use an App.
 
     `connection` is the application's own pool of psycopg_pool, which the application opens and
     closes: each call takes a connection of it, and gives it back. Synchronous calls need a

@@ -531,8 +531,8 @@ def _run_many(
 
 
 def _run(worker: Worker | MultiWorker) -> None:
-    # What has been imported stays. A busy worker collects all garbage some times a second; without
-    # reading the rest, jobs wait for that half as long (docs/benchmarks.md).
+    # What has been imported stays. Full collections, several a second in a busy worker, need not
+    # read it, so jobs wait half as long for them (docs/benchmarks.md).
     gc.collect()
     gc.freeze()
     try:

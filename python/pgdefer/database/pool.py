@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import select
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from typing import Any
 
 import psycopg
@@ -142,23 +143,106 @@ async def _undone_async(connection: psycopg.AsyncConnection[Any], end: float) ->
     return True
 
 
-# How long connections beyond those that a pool keeps may be idle, in seconds.
-_REST = 5.0
+# How long a call waits for closed sessions to end before it tries again to connect, in seconds.
+_MAKING_ROOM = 0.02
+
+
+class _Spare:
+    """The idle connections of a process beyond those that each of its pools keeps, for a moment.
+
+    So calls that follow each other, many at once, need not open one each, which takes as long as
+    many calls. There are few for all pools, so that others can connect to the server.
+    """
+
+    MOST = 20
+    #: In seconds. A connection is closed after it, and before twice the time.
+    REST = 1.0
+
+    def __init__(self) -> None:
+        self._forked: list[object] = []
+        self._start()
+        os.register_at_fork(after_in_child=self._start_again)
+
+    def _start(self) -> None:
+        self._items: list[tuple[_Idle, Any, float]] = []
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._emptied_at = -math.inf
+
+    def _start_again(self) -> None:
+        self._forked.append(self._items)  # neither used nor closed, which would end the parent's
+        self._start()
+
+    def put(self, pool: _Idle, connection: Any) -> None:
+        """Take a connection of a pool."""
+        with self._lock:
+            self._items.append((pool, connection, time.monotonic()))
+            surplus, self._items = self._items[: -self.MOST], self._items[-self.MOST :]
+            self._start_timer()
+        self._close(surplus)
+
+    def take(self, pool: _Idle) -> Any:
+        """Return the pool's connection that came last, or None."""
+        with self._lock:
+            for n in reversed(range(len(self._items))):
+                if self._items[n][0] is pool:
+                    return self._items.pop(n)[1]
+        return None
+
+    def close(self, pool: _Idle) -> None:
+        """Close those of a pool."""
+        with self._lock:
+            closed = [item for item in self._items if item[0] is pool]
+            self._items = [item for item in self._items if item[0] is not pool]
+        self._close(closed)
+
+    def make_room(self) -> bool:
+        """Close all. Return whether the server may accept one more soon: some were just closed."""
+        with self._lock:
+            closed, self._items = self._items, []
+            if closed:
+                self._emptied_at = time.monotonic()
+            was_just_emptied = time.monotonic() < self._emptied_at + 1
+        self._close(closed)
+        return was_just_emptied
+
+    def _start_timer(self) -> None:
+        if self._items and self._timer is None:
+            timer = threading.Timer(self.REST, self._close_rested)
+            timer.daemon = True
+            with contextlib.suppress(RuntimeError):  # no more threads: the next call tries again
+                timer.start()
+                self._timer = timer
+
+    def _close_rested(self) -> None:
+        with self._lock:
+            end = time.monotonic() - self.REST
+            rested = [item for item in self._items if item[2] <= end]
+            self._items = [item for item in self._items if item[2] > end]
+            self._timer = None
+            self._start_timer()
+        self._close(rested)
+
+    @staticmethod
+    def _close(items: Iterable[tuple[_Idle, Any, float]]) -> None:
+        for _, connection, _ in items:
+            close_now(connection)
+
+
+_SPARE = _Spare()
 
 
 class _Idle:
-    """Open connections that are not in use; the last one in is the first one out.
+    """A pool's open connections that are not in use; the last one in is the first one out.
 
-    Those beyond `kept` are closed after a while. A process that was forked from theirs must neither
-    use nor close them.
+    Beyond `kept` they are spare. A process that was forked from theirs must neither use nor close
+    them.
     """
 
     def __init__(self, kept: int) -> None:
-        #: Each with the time since when it is idle.
-        self.items: list[tuple[Any, float]] = []
+        self.items: list[Any] = []
         self._kept = kept
         self._pid = os.getpid()
-        self._timer: threading.Timer | None = None
 
     @property
     def is_here(self) -> bool:
@@ -168,11 +252,8 @@ class _Idle:
     def take(self) -> PsycopgConnection | None:
         """Return a usable connection, or None."""
         end = time.monotonic() + _UNDO_TIMEOUT
-        while self.items:
-            try:
-                connection: PsycopgConnection = self.items.pop()[0]
-            except IndexError:
-                return None
+        while (taken := self._take()) is not None:
+            connection: PsycopgConnection = taken
             try:
                 if _undone(connection, end) and is_usable(connection):
                     return connection
@@ -185,11 +266,8 @@ class _Idle:
     async def take_async(self) -> AsyncPsycopgConnection | None:
         """Return a usable connection, or None."""
         end = time.monotonic() + _UNDO_TIMEOUT
-        while self.items:
-            try:
-                connection: AsyncPsycopgConnection = self.items.pop()[0]
-            except IndexError:
-                return None
+        while (taken := self._take()) is not None:
+            connection: AsyncPsycopgConnection = taken
             try:
                 if await _undone_async(connection, end) and is_usable(connection):
                     return connection
@@ -199,57 +277,39 @@ class _Idle:
             close_now(connection)
         return None
 
+    def _take(self) -> Any:
+        try:
+            return self.items.pop()
+        except IndexError:
+            return _SPARE.take(self)
+
     def put(self, connection: Any, *, undo: bool) -> bool:
         """Take a connection back, if it is usable; return whether it is."""
         if not is_usable(connection) or not _is_unchanged(connection):
             return False
         if undo and not _begin_undo(connection):
             return False
-        self.items.append((connection, time.monotonic()))
-        if len(self.items) > self._kept and not (self._timer and self._timer.is_alive()):
-            self._start_timer()
+        if len(self.items) < self._kept:
+            self.items.append(connection)
+        else:
+            _SPARE.put(self, connection)
         return True
-
-    def _start_timer(self) -> None:
-        self._timer = timer = threading.Timer(_REST, _close_rested, [weakref.ref(self)])
-        timer.name, timer.daemon = "pgdefer-pool", True
-        with contextlib.suppress(RuntimeError):  # no more threads: the next call tries again
-            timer.start()
-
-    def close_rested(self) -> None:
-        """Close those beyond `kept` that have been idle for long; look at the others later."""
-        self._timer = None
-        with contextlib.suppress(IndexError):  # another thread has taken the last one
-            while len(self.items) > self._kept:
-                if time.monotonic() - self.items[0][1] < _REST:
-                    self._start_timer()
-                    break
-                close_now(self.items.pop(0)[0])
 
     def close(self) -> None:
         """Close all of them, unless they are another process's."""
-        if self._timer is not None and self.is_here:
-            self._timer.cancel()
-            self._timer = None
-        while self.items and self.is_here:
-            close_now(self.items.pop()[0])
+        self.__del__()
+        _SPARE.close(self)
 
     def __del__(self) -> None:
-        self.close()
-
-
-def _close_rested(reference: weakref.ref[_Idle]) -> None:
-    """Call close_rested, unless the pool has been forgotten, which closes all."""
-    idle = reference()
-    if idle is not None:
-        idle.close_rested()
+        # without a lock, which this thread may hold: spare connections keep their pool
+        while self.items and self.is_here:
+            close_now(self.items.pop())
 
 
 class SyncPool:
     """Connections for synchronous calls, from any thread; `most` at once (None: no limit).
 
-    Those lent without waiting are not counted. `kept` stay idle for good; the rest for a moment, as
-    opening one takes as long as many calls.
+    Those lent without waiting are not counted. `kept` stay open while they are not in use.
     """
 
     def __init__(self, source: Source, kept: int = 4, most: int | None = None) -> None:
@@ -294,12 +354,15 @@ class SyncPool:
                     connection.close()
 
     def _connect(self) -> PsycopgConnection:
-        try:
-            return self._source.connect()
-        except psycopg.OperationalError:
-            if self.partner is not None:
-                self.partner.close_idle()
-            raise
+        while True:
+            try:
+                return self._source.connect()
+            except psycopg.OperationalError:
+                if self.partner is not None:
+                    self.partner.close_idle()
+                if not _SPARE.make_room():
+                    raise
+            time.sleep(_MAKING_ROOM)
 
     def close(self) -> None:
         """Close idle connections; later calls open new ones."""
@@ -349,12 +412,15 @@ class AsyncPool:
                     close_now(connection)
 
     async def _connect(self) -> AsyncPsycopgConnection:
-        try:
-            return await self._source.connect_async()
-        except psycopg.OperationalError:
-            if self.partner is not None:
-                self.partner.close()
-            raise
+        while True:
+            try:
+                return await self._source.connect_async()
+            except psycopg.OperationalError:
+                if self.partner is not None:
+                    self.partner.close()
+                if not _SPARE.make_room():
+                    raise
+            await asyncio.sleep(_MAKING_ROOM)
 
     def close_idle(self) -> None:
         """Close the idle connections of all loops; from any thread."""

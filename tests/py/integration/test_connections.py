@@ -89,11 +89,23 @@ async def test_many_calls_at_once_share_connections(narrow: str, jobs: Jobs) -> 
     assert len({job.id for job in deferred}) == len(jobs()) == 200
 
 
-@pytest.mark.parametrize("kind", ["threads", "coroutines"])
+async def defer_many_at_once(app: App, kind: str) -> None:
+    if kind == "coroutines":
+        await asyncio.gather(*(app.defer_async("t") for _ in range(50)))
+    else:
+        with ThreadPoolExecutor(50) as threads:
+            await asyncio.gather(
+                *(asyncio.wrap_future(threads.submit(app.defer, "t")) for _ in range(50))
+            )
+
+
+KINDS = ["threads", "coroutines"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_connections_stay_open_while_many_calls_use_them(
-    dsn: str, conn: Connection, monkeypatch: pytest.MonkeyPatch, kind: str
+    dsn: str, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """And a moment after; then four remain, and the other kind's one."""
     opened: list[str] = []
     connect = "_connect" if kind == "threads" else "_connect_async"
     real = getattr(Source, connect)
@@ -103,21 +115,38 @@ async def test_connections_stay_open_while_many_calls_use_them(
         return real(source, conninfo)
 
     monkeypatch.setattr(Source, connect, counted)
-    monkeypatch.setattr(pool, "_REST", 2.0)
-    count = "select count(*) from pg_stat_activity where application_name = 'many'"
-    async with App(make_conninfo(dsn, application_name="many"), max_connections=12) as app:
-        await app.defer_async("t")
-        app.defer("t")
+    monkeypatch.setattr(pool._Spare, "REST", 60.0)
+    async with App(dsn, max_connections=12) as app:
         for _ in range(20):
-            if kind == "coroutines":
-                await asyncio.gather(*(app.defer_async("t") for _ in range(50)))
-            else:
-                with ThreadPoolExecutor(50) as threads:
-                    await asyncio.gather(
-                        *(asyncio.wrap_future(threads.submit(app.defer, "t")) for _ in range(50))
-                    )
+            await defer_many_at_once(app, kind)
         assert len(opened) <= 12
-        await until(lambda: conn.execute(count).fetchone() == (4 + 1,))
+
+
+async def test_spare_connections_are_closed_soon(dsn: str, conn: Connection) -> None:
+    own = "select count(*) from pg_stat_activity where application_name = 'spare'"
+    async with App(make_conninfo(dsn, application_name="spare")) as app:
+        for kind in KINDS:
+            await defer_many_at_once(app, kind)
+        await until(lambda: conn.execute(own).fetchone() == (8,))
+    await until(lambda: conn.execute(own).fetchone() == (0,))
+
+
+@pytest.mark.parametrize("kinds", [KINDS, KINDS[::-1]])
+async def test_spare_connections_make_room_for_others(
+    dsn: str, conn: Connection, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, kinds: list[str]
+) -> None:
+    """Else the second would be refused: 4 + 20 are as many as there may be."""
+    monkeypatch.setattr(pool._Spare, "REST", 60.0)
+    conn.execute("create role narrow login connection limit 24")
+    conn.execute("select queue.grant_access('narrow', 'producer')")
+    try:
+        async with App(make_conninfo(dsn, user="narrow")) as app:
+            for kind in kinds:
+                await defer_many_at_once(app, kind)
+    finally:
+        conn.execute("select queue.revoke_access('narrow')")
+        conn.execute("drop role narrow")
+    assert len(jobs()) == 100
 
 
 def test_event_loops_that_have_ended_leave_no_connections(narrow: str, conn: Connection) -> None:
@@ -303,10 +332,10 @@ async def use():
 app.defer("t")
 waits = loop.run_until_complete(use())
 fork()
-((idle, _),) = client.own_pool._idle.items
+(idle,) = client.own_pool._idle.items
 ((others, _),) = client.own_pool_async._loops.values()
 idle.execute("select")
-for connection in (*(one for one, _ in others.items), waits):
+for connection in (*others.items, waits):
     loop.run_until_complete(connection.execute("select"))
 with contextlib.ExitStack() as stack:
     lent = [stack.enter_context(client.own_pool.connection()) for _ in range(6)]

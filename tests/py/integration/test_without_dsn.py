@@ -30,7 +30,7 @@ async def test_nothing_needs_to_be_set_up() -> None:
         pid = server.status().pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        ((idle, _),) = app.client.pool._idle.items
+        (idle,) = app.client.pool._idle.items
         await until(lambda: not is_usable(idle))
         second = add.defer(3, 4)
         await app.run_worker_async(drain=True)
