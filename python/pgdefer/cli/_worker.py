@@ -532,7 +532,7 @@ def _run_many(
 
 def _run(worker: Worker | MultiWorker) -> None:
     # What has been imported stays. Full collections, several a second in a busy worker, need not
-    # read it, so jobs wait half as long for them (docs/benchmarks.md).
+    # read it, so jobs wait less long for them (docs/benchmarks.md).
     gc.collect()
     gc.freeze()
     try:

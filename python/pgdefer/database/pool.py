@@ -143,8 +143,9 @@ async def _undone_async(connection: psycopg.AsyncConnection[Any], end: float) ->
     return True
 
 
-# How long a call waits for closed sessions to end before it tries again to connect, in seconds.
-_MAKING_ROOM = 0.02
+# Once spare connections have been closed, their sessions take a moment to end. For how long a call
+# that the server refuses tries again meanwhile, and how often, in seconds.
+_MAKING_ROOM, _PAUSE = 1.0, 0.02
 
 
 class _Spare:
@@ -202,7 +203,7 @@ class _Spare:
             closed, self._items = self._items, []
             if closed:
                 self._emptied_at = time.monotonic()
-            was_just_emptied = time.monotonic() < self._emptied_at + 1
+            was_just_emptied = time.monotonic() < self._emptied_at + _MAKING_ROOM
         self._close(closed)
         return was_just_emptied
 
@@ -297,13 +298,16 @@ class _Idle:
 
     def close(self) -> None:
         """Close all of them, unless they are another process's."""
-        self.__del__()
+        self._close_kept()
         _SPARE.close(self)
 
-    def __del__(self) -> None:
-        # without a lock, which this thread may hold: spare connections keep their pool
+    def _close_kept(self) -> None:
         while self.items and self.is_here:
             close_now(self.items.pop())
+
+    def __del__(self) -> None:
+        # There are no spare ones: they would refer to it. So this takes no lock, which it must not.
+        self._close_kept()
 
 
 class SyncPool:
@@ -354,15 +358,16 @@ class SyncPool:
                     connection.close()
 
     def _connect(self) -> PsycopgConnection:
+        end = time.monotonic() + _MAKING_ROOM
         while True:
             try:
                 return self._source.connect()
             except psycopg.OperationalError:
                 if self.partner is not None:
                     self.partner.close_idle()
-                if not _SPARE.make_room():
+                if not _SPARE.make_room() or time.monotonic() > end:
                     raise
-            time.sleep(_MAKING_ROOM)
+            time.sleep(_PAUSE)
 
     def close(self) -> None:
         """Close idle connections; later calls open new ones."""
@@ -412,15 +417,16 @@ class AsyncPool:
                     close_now(connection)
 
     async def _connect(self) -> AsyncPsycopgConnection:
+        end = time.monotonic() + _MAKING_ROOM
         while True:
             try:
                 return await self._source.connect_async()
             except psycopg.OperationalError:
                 if self.partner is not None:
                     self.partner.close()
-                if not _SPARE.make_room():
+                if not _SPARE.make_room() or time.monotonic() > end:
                     raise
-            await asyncio.sleep(_MAKING_ROOM)
+            await asyncio.sleep(_PAUSE)
 
     def close_idle(self) -> None:
         """Close the idle connections of all loops; from any thread."""

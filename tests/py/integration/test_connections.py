@@ -102,6 +102,15 @@ async def defer_many_at_once(app: App, kind: str) -> None:
 KINDS = ["threads", "coroutines"]
 
 
+@pytest.fixture
+def lasting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep spare connections for a minute."""
+    spare = pool._Spare()
+    spare.REST = 60.0
+    monkeypatch.setattr(pool, "_SPARE", spare)
+
+
+@pytest.mark.usefixtures("lasting")
 @pytest.mark.parametrize("kind", KINDS)
 async def test_connections_stay_open_while_many_calls_use_them(
     dsn: str, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -115,7 +124,6 @@ async def test_connections_stay_open_while_many_calls_use_them(
         return real(source, conninfo)
 
     monkeypatch.setattr(Source, connect, counted)
-    monkeypatch.setattr(pool._Spare, "REST", 60.0)
     async with App(dsn, max_connections=12) as app:
         for _ in range(20):
             await defer_many_at_once(app, kind)
@@ -131,22 +139,42 @@ async def test_spare_connections_are_closed_soon(dsn: str, conn: Connection) -> 
     await until(lambda: conn.execute(own).fetchone() == (0,))
 
 
+@pytest.mark.usefixtures("lasting")
 @pytest.mark.parametrize("kinds", [KINDS, KINDS[::-1]])
 async def test_spare_connections_make_room_for_others(
-    dsn: str, conn: Connection, jobs: Jobs, monkeypatch: pytest.MonkeyPatch, kinds: list[str]
+    narrow: str, conn: Connection, jobs: Jobs, kinds: list[str]
 ) -> None:
     """Else the second would be refused: 4 + 20 are as many as there may be."""
-    monkeypatch.setattr(pool._Spare, "REST", 60.0)
-    conn.execute("create role narrow login connection limit 24")
-    conn.execute("select queue.grant_access('narrow', 'producer')")
-    try:
-        async with App(make_conninfo(dsn, user="narrow")) as app:
-            for kind in kinds:
-                await defer_many_at_once(app, kind)
-    finally:
-        conn.execute("select queue.revoke_access('narrow')")
-        conn.execute("drop role narrow")
+    conn.execute("alter role narrow connection limit 24")
+    async with App(narrow) as app:
+        for kind in kinds:
+            await defer_many_at_once(app, kind)
     assert len(jobs()) == 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_database_that_is_down_is_refused_though_others_have_spare_connections(
+    dsn: str, kind: str
+) -> None:
+    down = App("host=127.0.0.1 port=1")  # nothing listens there
+    async with App(dsn) as busy:
+
+        async def keep_busy() -> None:
+            while True:
+                await defer_many_at_once(busy, kind)
+
+        others = asyncio.create_task(keep_busy())
+        try:
+            for _ in range(3):
+                await until(lambda: pool._SPARE._items)
+                async with asyncio.timeout(60):
+                    with pytest.raises(psycopg.OperationalError):
+                        await down.defer_async("t")
+                with pytest.raises(psycopg.OperationalError):
+                    await asyncio.to_thread(down.defer, "t")
+        finally:
+            others.cancel()
+            await asyncio.gather(others, return_exceptions=True)
 
 
 def test_event_loops_that_have_ended_leave_no_connections(narrow: str, conn: Connection) -> None:
