@@ -349,7 +349,8 @@ class SyncPool:
                 before = _set_on(connection) if undo else before
                 yield connection
             except psycopg.errors.ReadOnlySqlTransaction:
-                connection.close()  # the DSN may name another server, which can write
+                connection.close()  # new ones may be to another server of the DSN, which writes
+                self.close()
                 raise
             finally:
                 _put_back(connection, before)
@@ -409,6 +410,7 @@ class AsyncPool:
                 yield connection
             except psycopg.errors.ReadOnlySqlTransaction:
                 close_now(connection)  # as in SyncPool
+                self.close_idle()
                 raise
             finally:
                 _put_back(connection, before)

@@ -152,6 +152,38 @@ async def test_spare_connections_make_room_for_others(
     assert len(jobs()) == 100
 
 
+@pytest.mark.usefixtures("lasting")
+@pytest.mark.parametrize("kind", KINDS)
+async def test_one_call_fails_when_the_server_comes_to_only_read(
+    dsn: str, conn: Connection, kind: str
+) -> None:
+    """Not one for each idle connection: new ones find the server that writes."""
+    own = "select count(*) from pg_stat_activity where application_name = 'former'"
+
+    def read_only(value: str) -> None:
+        conn.execute(f"alter system set default_transaction_read_only = {value}".encode())
+        conn.execute("select pg_reload_conf()")
+
+    app = App(make_conninfo(dsn, application_name="former"))
+    await defer_many_at_once(app, kind)
+    assert conn.execute(own).fetchone() > (4,)
+    try:
+        read_only("on")
+        with pytest.raises(psycopg.errors.ReadOnlySqlTransaction):
+            await _defer_for_ever(app, kind)
+    finally:
+        read_only("off")
+    await until(lambda: conn.execute(own).fetchone() == (0,))
+
+
+async def _defer_for_ever(app: App, kind: str) -> None:
+    while True:
+        if kind == "coroutines":
+            await app.defer_async("t")
+        else:
+            await asyncio.to_thread(app.defer, "t")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_database_that_is_down_is_refused_though_others_have_spare_connections(
     dsn: str, kind: str
