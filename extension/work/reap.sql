@@ -79,7 +79,7 @@ begin
   end if;
   perform queue._forget_workers(v_now);
   reaped := queue._reap_leases(v_now, v_now + p_budget, reaped);
-  next_expiry := least((select min(greatest(w.last_seen_at, queue._up_since()) + w.dead_after)
+  next_expiry := least((select min(greatest(w.last_seen_at, (select queue._up_since())) + w.dead_after)
     from queue.worker w where w.gone_at is null), queue._next_lease_end());
   return next;
 end $$;
@@ -100,7 +100,7 @@ begin
     -- _up_since anew: one snapshot shows who was seen, and that silence counted anew before that
     update queue.worker w set gone_at = p_now
     where w.id = any (array(select w.id from queue.worker w where w.gone_at is null
-      and greatest(w.last_seen_at, queue._up_since()) + w.dead_after < p_now
+      and greatest(w.last_seen_at, (select queue._up_since())) + w.dead_after < p_now
       and not (w.info ? 'session' and queue._is_in_handler(w.info)) for update skip locked));
   end if;
   update queue.worker w

@@ -219,7 +219,7 @@ begin
     or exists (
       select from queue.worker w
       where w.gone_at is null and w.last_seen_at + w.dead_after < v_now
-          and queue._up_since() + w.dead_after < v_now
+          and (select queue._up_since()) + w.dead_after < v_now
         or w.gone_at is not null and not w.is_clear and not w.has_left)
   then
     return false;

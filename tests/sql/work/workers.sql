@@ -1,6 +1,6 @@
 -- Workers: registration, heartbeats, good-byes, deaths, aborts.
 
-select plan(80);
+select plan(81);
 
 \ir workers.helpers.psql
 
@@ -175,6 +175,16 @@ select id, claim from queue.fetch(:w4, null, 5) \gset
 select is(:id::bigint, :x2::bigint, 'the next has its lock and slot');
 select queue.succeed(:id, :claim) \g /dev/null
 select is_empty('select * from queue.queueing_lock', 'its queueing lock is free');
+
+-- What a heartbeat does for each of many workers. There may be hundreds, and each of them calls it
+select count(queue.register_worker('many')) from generate_series(1, 100) \g /dev/null
+select queue.register_worker('one') as w11 \gset
+begin;
+set local track_functions = 'pl';
+select from queue.heartbeat(:w11) \g /dev/null
+select cmp_ok(pg_stat_get_xact_function_calls('queue._up_since()'::regprocedure), '<', 20::bigint,
+  'a heartbeat asks for the server''s start a few times, not once for each worker');
+commit;
 
 -- is_busy. Of other sessions: tests/py/integration/test_connections.py
 select is(queue.is_busy(pg_backend_pid()), true, 'this session works');
