@@ -15646,7 +15646,8 @@ begin
   delete from queue.abort a
   where a.ctid = any (v_told) and not exists (select from queue.active_job aj
     where aj.id = a.id and aj.claim = a.claim);
-  if v_may_maintain then
+  -- of many workers about two maintain each second, chosen at random: more would find nothing to do
+  if v_may_maintain and random() * (select count(*) from queue.worker w where w.gone_at is null) < 20 then
     perform queue._maintain(interval '200 ms');
   end if;
 end $$;
@@ -15654,8 +15655,9 @@ comment on function queue.heartbeat(bigint, bigint) is
   'Reports that the worker is alive; call it every 10 s. memory: the resident bytes of its processes, which'
     ' queue.workers shows (NULL: unknown). Returns the jobs that it must abort, at most 1,000: cancelled'
     ' ones, and those taken from it (retried). Then it runs due maintenance, as tick, but only briefly and'
-    ' without waiting; it does not if the transaction has already written, or is not READ COMMITTED. Raises'
-    ' QJ007 if the worker was reaped or deregistered.';
+    ' without waiting; it does not if the transaction has already written, or is not READ COMMITTED. If more'
+    ' than 20 workers are alive, 20 of all their calls do so, chosen at random. Raises QJ007 if the worker'
+    ' was reaped or deregistered.';
 
 create or replace function queue.claims(worker bigint)
 returns table (id bigint, claim bigint)

@@ -1,6 +1,6 @@
 -- Workers: registration, heartbeats, good-byes, deaths, aborts.
 
-select plan(81);
+select plan(82);
 
 \ir workers.helpers.psql
 
@@ -185,6 +185,14 @@ select from queue.heartbeat(:w11) \g /dev/null
 select cmp_ok(pg_stat_get_xact_function_calls('queue._up_since()'::regprocedure), '<', 20::bigint,
   'a heartbeat asks for the server''s start a few times, not once for each worker');
 commit;
+select count(queue.register_worker('others')) from generate_series(1, 50) \g /dev/null
+set track_functions = 'pl';
+select setseed(0.5) \g /dev/null
+select format('do $d$ begin perform queue.heartbeat(%s); end $d$', :w11) from generate_series(1, 50) \gexec
+select pg_stat_force_next_flush() \g /dev/null
+select ok(pg_stat_get_function_calls('queue._maintain(interval)'::regprocedure) between 1 and 25,
+  'if many workers are alive, a part of the heartbeats maintains');
+reset track_functions;
 
 -- is_busy. Of other sessions: tests/py/integration/test_connections.py
 select is(queue.is_busy(pg_backend_pid()), true, 'this session works');
