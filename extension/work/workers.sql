@@ -62,8 +62,11 @@ begin
   delete from queue.abort a
   where a.ctid = any (v_told) and not exists (select from queue.active_job aj
     where aj.id = a.id and aj.claim = a.claim);
-  -- of many workers about two maintain each second, chosen at random: more would find nothing to do
-  if v_may_maintain and random() * (select count(*) from queue.worker w where w.gone_at is null) < 20 then
+  -- Of many workers about two maintain each second, chosen at random: more would find nothing to do. Those
+  -- that have died do not count, so their claims end in time though few are left.
+  if v_may_maintain and random() * (
+      select count(*) from queue.worker w
+      where w.gone_at is null and w.last_seen_at > clock_timestamp() - interval '10 s') < 20 then
     perform queue._maintain(interval '200 ms');
   end if;
 end $$;
@@ -72,8 +75,8 @@ comment on function queue.heartbeat(bigint, bigint) is
     ' queue.workers shows (NULL: unknown). Returns the jobs that it must abort, at most 1,000: cancelled'
     ' ones, and those taken from it (retried). Then it runs due maintenance, as tick, but only briefly and'
     ' without waiting; it does not if the transaction has already written, or is not READ COMMITTED. If more'
-    ' than 20 workers are alive, 20 of all their calls do so, chosen at random. Raises QJ007 if the worker'
-    ' was reaped or deregistered.';
+    ' than 20 workers were seen in the last 10 s, about two calls a second do so, chosen at random. Raises'
+    ' QJ007 if the worker was reaped or deregistered.';
 
 create or replace function queue.claims(worker bigint)
 returns table (id bigint, claim bigint)

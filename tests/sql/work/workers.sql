@@ -1,6 +1,6 @@
 -- Workers: registration, heartbeats, good-byes, deaths, aborts.
 
-select plan(82);
+select plan(83);
 
 \ir workers.helpers.psql
 
@@ -192,6 +192,14 @@ select format('do $d$ begin perform queue.heartbeat(%s); end $d$', :w11) from ge
 select pg_stat_force_next_flush() \g /dev/null
 select ok(pg_stat_get_function_calls('queue._maintain(interval)'::regprocedure) between 1 and 25,
   'if many workers are alive, a part of the heartbeats maintains');
+alter table queue.worker disable trigger stay_alive;
+update queue.worker set last_seen_at = now() - interval '1 hour', dead_after = '1 day' where id <> :w11;
+alter table queue.worker enable trigger stay_alive;
+select pg_stat_get_function_calls('queue._maintain(interval)'::regprocedure) as calls \gset
+select format('do $d$ begin perform queue.heartbeat(%s); end $d$', :w11) from generate_series(1, 5) \gexec
+select pg_stat_force_next_flush() \g /dev/null
+select is(pg_stat_get_function_calls('queue._maintain(interval)'::regprocedure) - :calls, 5::bigint,
+  'if all but one have died, each of its heartbeats does');
 reset track_functions;
 
 -- is_busy. Of other sessions: tests/py/integration/test_connections.py
