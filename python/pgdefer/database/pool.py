@@ -306,7 +306,8 @@ class _Idle:
             close_now(self.items.pop())
 
     def __del__(self) -> None:
-        # There are no spare ones: they would refer to it. So this takes no lock, which it must not.
+        # Spare connections refer to it, so none is left, and this needs no lock, which the thread
+        # may hold.
         self._close_kept()
 
 
