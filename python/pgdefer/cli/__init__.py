@@ -15,11 +15,12 @@ from . import (
     _db,
     _defer,
     _demo,
-    _durable,
     _graph,
     _group,
     _install,
     _job,
+    _job_changes,  # noqa: F401 (it adds its commands to those of _job)
+    _job_durable,
     _limit,
     _lock,
     _move_in,
@@ -45,7 +46,7 @@ cli.command()(_demo.demo)
 cli.add_typer(_worker.workers, name="worker")
 cli.command()(_defer.defer)
 cli.add_typer(_job.jobs, name="job")
-cli.command()(_durable.publish)
+cli.command()(_job_durable.publish)
 cli.add_typer(_queue.queues, name="queue")
 cli.add_typer(_task.tasks, name="task")
 cli.add_typer(_lock.locks, name="lock")

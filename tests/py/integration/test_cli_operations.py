@@ -26,7 +26,7 @@ from psycopg.conninfo import make_conninfo
 from typer.testing import CliRunner
 
 from pgdefer import App
-from pgdefer.cli import Exit, _job
+from pgdefer.cli import Exit, _job, _job_changes
 from pgdefer.cli._base import cli
 from pgdefer.database import sql
 from pgdefer.database.embedded import EmbeddedServer
@@ -582,7 +582,7 @@ def test_retry_with_changes(run: Run, jobs: Jobs, claim: Claim) -> None:
 
 
 def test_more_jobs_than_one_call_may_change(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_job, "SLICE", 2)
+    monkeypatch.setattr(_job_changes, "SLICE", 2)
     ids = [defer(run, "t") for _ in range(5)]
     done = run("job", "fail", *ids, ids[0], 99, "--yes")
     assert (done.code, done.out) == (Exit.PARTLY, "".join(f"{id}: failed\n" for id in ids))
