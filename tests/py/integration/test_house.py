@@ -17,6 +17,7 @@ from releases import load_build
 from support import ROOT
 
 EXTENSION = ROOT / "extension"
+SHARED = re.compile(r"(?:create role|create database|prepare transaction) (?:[a-z]\w+|'[^']+')")
 DEFINITION = re.compile(r"(?m)^create or replace (?:function|procedure) queue\.(\w+)\(")
 CODE = """
 select p.proname, p.prosrc || ' ' || coalesce(pg_get_expr(p.proargdefaults, 0), '')
@@ -157,6 +158,16 @@ def test_each_file_installed_on_demand_has_such_a_test_too(path: Path) -> None:
     named = said[1].split(", ") if said else []
     assert own or named
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_what_a_whole_server_shares_has_a_name_of_its_own() -> None:
+    """Several files run at once on a server, each in its own database."""
+    shared: dict[str, set[str]] = defaultdict(set)
+    for path in (ROOT / "tests" / "sql").rglob("*.*"):
+        for found in SHARED.findall(path.read_text("utf-8")):
+            shared[found].add(path.name.removesuffix(".out").removesuffix(".spec"))
+    assert len(shared) > 20
+    assert {name: paths for name, paths in shared.items() if len(paths) > 1} == {}
 
 
 def test_how_it_works_names_every_table(conn: Connection) -> None:

@@ -4,7 +4,7 @@ select plan(5);
 
 begin;
 select pg_current_xact_id() \g /dev/null
-prepare transaction 'old';
+prepare transaction 'locks.dead_rows';
 insert into queue.lock_member select l, -n, l = 'mutex', false, true, false from unnest('{ordered,mutex}'::text[]) l, generate_series(1, 1000) n;
 delete from queue.lock_member;
 
@@ -31,6 +31,6 @@ select pg_temp.defer('mutex', 'mutex', 50) \g /dev/null
 select cmp_ok(pg_temp.reads(), '<', 1500::bigint, 'the same for mutex jobs');
 select pg_temp.defer('mutex', 'mutex', 50) \g /dev/null
 select cmp_ok(pg_temp.reads(), '<', 1500::bigint, 'of which the others are looked for once');
-rollback prepared 'old';
+rollback prepared 'locks.dead_rows';
 
 select * from finish();

@@ -35,7 +35,7 @@ end $$;
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 begin;
 select pg_current_xact_id() as old \gset
-prepare transaction 'old';
+prepare transaction 'settle.dead_rows';
 insert into queue.pending_settlement (job_id, kind, flags) select n, 'ended', 0 from generate_series(1, 1000) n;
 delete from queue.pending_settlement;
 select queue.defer('t', lock => 'l') as id \gset
@@ -63,6 +63,6 @@ insert into queue.pending_settlement (xid, job_id, kind, flags) values ('3', -5,
 select array(select h.job_id from queue.unsettled h order by 1 desc) as found \gset
 rollback;
 select is(:'found'::text, '{-1,-2,-3,-4}', 'all that is not settled, but not what the cursor has passed');
-rollback prepared 'old';
+rollback prepared 'settle.dead_rows';
 
 select * from finish();
