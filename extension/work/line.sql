@@ -8,8 +8,7 @@
 -- line. No decision about a job depends on a place: two workers that both believe to be first cost a fetch.
 -- Two sessions: work/line.races.spec.
 
--- Joins the line, or keeps its place; returns how many are ahead: 0, 1, or 2 for more; at most 1 in the first
--- 100 ms.
+-- Joins the line, or keeps its place; returns how many are ahead, at most 60, and at most 1 in the first 100 ms.
 -- Locks: its own row; rows of sessions that have gone, by skip locked.
 -- Why no wake-up is lost: see _leave_line.
 create or replace function queue._join_line(p_worker bigint, p_queues text[], p_options jsonb)
@@ -44,12 +43,12 @@ begin
   end if;
   loop
     select count(*)::integer as n,
-      array_agg(s.worker_id) filter (where not queue._is_asleep(s.worker_id, s.pid)) as gone
+      array_agg(s.worker_id) filter (where s.nth < 3 and not queue._is_asleep(s.worker_id, s.pid)) as gone
     into v_ahead
     from (
-      select s.worker_id, s.pid from queue.sleeper s
+      select s.worker_id, s.pid, row_number() over (order by s.is_busy, s.place) as nth from queue.sleeper s
       where s.served = v_served and (s.is_busy, s.place) < (v_own.is_busy, v_own.place)
-      order by s.is_busy, s.place limit 2) s;
+      order by s.is_busy, s.place limit 60) s;
     exit when v_ahead.gone is null;
     delete from queue.sleeper s
     where s.worker_id in (select d.worker_id from queue.sleeper d where d.worker_id = any (v_ahead.gone)
@@ -59,7 +58,7 @@ begin
       exit;
     end if;
   end loop;
-  return least(v_ahead.n, case when v_own.may_rest then 2 else 1 end);
+  return case when v_own.may_rest then v_ahead.n else least(v_ahead.n, 1) end;
 end $$;
 
 -- Leaves the line, and wakes the two who come next. p_has_found: if it is the deputy, it has found a job that
@@ -70,8 +69,8 @@ end $$;
 -- transaction commits before the later call, that call does not count it. Otherwise, if its transaction takes
 -- less than 100 ms, it began after the row became visible: it sees the row, and wakes that worker, which
 -- listens on its own channel by then. One that leaves in a longer transaction is like a frozen one: the
--- deputy takes its place. If the first two die or freeze together, the rest look every 10 s, each at its own
--- time; then before_sleep passes over sessions that have ended and workers that reap has given up.
+-- deputy takes its place. If the first two die or freeze together, the rest look every 10 to 30 s, each at its
+-- own time; then before_sleep passes over sessions that have ended and workers that reap has given up.
 create or replace function queue._leave_line(p_worker bigint, p_has_found boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare

@@ -53,7 +53,8 @@ begin
     v_state := case when v_state = 'rest' then '' else v_state end;
     if v_ahead > 1 then
       channels := channels[2:];
-      v_wait := interval '10 s';
+      -- the further back, the more rarely: a hundred would look ten times a second
+      v_wait := greatest(interval '10 s', v_ahead * interval '0.5 s');
       perform queue._leave_sleep_lock(v_state);
       v_state := 'rest';
     elsif v_ahead = 1 then

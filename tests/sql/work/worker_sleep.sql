@@ -1,6 +1,6 @@
 -- Sleeping: how long a worker may wait, and the sleep lock as seen by one session (several: work/worker_sleep.lead_sleeper.spec).
 
-select plan(88);
+select plan(92);
 
 -- The sleep lock and the lock of the other sleepers, as held by this session.
 create function pg_temp.held() returns text language sql as $$
@@ -135,6 +135,26 @@ select is(pg_temp.held(), 'nothing', 'to anybody');
 reset client_min_messages;
 select is((select s.may_sleep from queue.before_sleep(:worker) s), true, 'and it sleeps again');
 select is(pg_temp.held(), '1 ExclusiveLock', 'with the sleep lock');
+
+-- Far back in the line of sleepers
+select queue.before_sleep(:worker, options => '{"in_line": true}') \g /dev/null
+update queue.sleeper set joined_at = joined_at - interval '1 s';
+create function pg_temp.behind(n integer) returns interval language plpgsql as $$
+declare
+  v_worker bigint := (select s.worker_id from queue.sleeper s order by s.place desc limit 1);
+begin
+  insert into queue.sleeper (worker_id, is_busy, place, served, pid)
+  select queue.register_worker('ahead'), false, -i, s.served, s.pid
+  from queue.sleeper s, generate_series((select count(*) from queue.sleeper), behind.n) i
+  where s.worker_id = v_worker;
+  return (select s.wait_for from queue.before_sleep(v_worker, options => '{"in_line": true}') s);
+end $$;
+select is(pg_temp.behind(2), interval '10 s', 'the third every 10 s');
+select is(pg_temp.behind(20), interval '10 s', 'the twentieth behind the first too');
+select is(pg_temp.behind(30), interval '15 s', 'those behind it more rarely');
+select is(pg_temp.behind(80), interval '30 s', 'but not less often than every 30 s');
+select queue.deregister_worker(w.id) from queue.worker w where w.name = 'ahead' \g /dev/null
+select queue.after_sleep(:worker) \g /dev/null
 
 -- A queue that has used up its rate is due when its next start is
 select queue.configure_queue('rated', '{"rate": {"limit": 1, "per": "4 seconds"}}') \g /dev/null
