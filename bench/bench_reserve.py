@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Jobs with two concurrency keys: how many later jobs pass one, and what reserving slots costs.
+"""Jobs with several concurrency keys: how many later jobs pass one, and what reserving slots costs.
 
     bench/bench_reserve.py [--runs N]
 
 First it counts the later jobs that pass a job of keys a and b while others keep both keys full. Then it drains 400 jobs
-of 20 tenants, each with a limit of 1, and a shared key with limit 10. The jobs' run times are drawn, and pass on a clock
-of its own: the figures do not depend on the machine. Both with several values of the macro patience; with "never", no
-job reserves.
+of 20 tenants, each with a limit of 1, and a shared key with limit 10; and 400 with 3 of 50 keys of limit 1. The jobs'
+run times are drawn, and pass on a clock of its own: the figures do not depend on the machine. Both with several values
+of the macro patience; with "never", no job reserves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import psycopg
 from common import arguments, bench
 
 PATIENCE = {"1": 1, "4": 4, "never": 30_000}
-MIXES = ("both keys", "both keys, few tenants", "one or both keys")
+MIXES = ("both keys", "both keys, few tenants", "one or both keys", "3 of 50 keys")
 
 Connection = psycopg.Connection[tuple[Any, ...]]
 
@@ -88,6 +88,9 @@ def drain(on: Connection, mix: str, seed: int) -> float:
     draw = random.Random(seed)
     jobs = []
     for _ in range(400):
+        if mix == "3 of 50 keys":
+            jobs.append(job(*((f"k{n}", 1) for n in draw.sample(range(50), 3))))
+            continue
         few = min(int(draw.expovariate(1) * 6), 19)
         tenant = (f"t{draw.randrange(20) if mix == 'both keys' else few}", 1)
         which = draw.choice(["both", "shared", "tenant"]) if mix == "one or both keys" else "both"

@@ -70,16 +70,16 @@ end $$;
 -- before it, and not for ever by jobs that wait for another key.
 --
 -- Why this ends: suppose that no claim ends, and that some jobs change lines for ever. Reserved slots of a
--- key become free only if a job leaves the line of a later key, or gives them back there, once each time
--- (admit/reserve.sql). So room for the last key only shrinks, and jobs leave its line only so often. So room
--- for the key before it grows only so often, and so on.
+-- key become free only if a job arrives, leaves the line of a later key, or gives them back there, once each
+-- time (admit/reserve.sql). So room for the last key only shrinks, and jobs leave its line only so often. So
+-- room for the key before it grows only so often, and so on.
 -- Look at the time after that, and of these jobs at the first one by that order, m. Room only shrinks, so a
 -- job that goes to a line because it does not fit, or because a heavy one does not (_heavy_waiting), stays in
 -- it. So m goes to a line because the first job there, h, comes before it, and h changes lines no more. There
 -- m stands behind h: by the same order, or by tag, because a job from another line gets a new tag (p_moved of
--- _tags), and no new tag comes before the first one. _refill takes jobs out in the line's order, so it takes
--- out m only with h. As h stays, it went back because it did not fit, or behind one that did not (v_back).
--- That one is not taken out again, nor are h and m behind it.
+-- _tags) or that of a later job (_own_place), and none comes before the first one. _refill takes jobs out in
+-- the line's order, so it takes out m only with h. As h stays, it went back because it did not fit, or behind
+-- one that did not (v_back). That one is not taken out again, nor are h and m behind it.
 -- (While _retag gives new tags, m may stand before h. _refill hands over what takes long, and _retag ends.)
 -- Why no job waits in vain: jobs that wait hold no slot that they have not reserved. One that queues up
 -- although it would fit names the key in grown, and _refill looks at the line. So in the end the first job of
@@ -150,6 +150,9 @@ begin
       from queue._keys_of(p_ids, p_flags) x) x) x;
   grown := queue._set_slots(v_keys.set_keys, v_keys.set_slots, v_keys.set_ids, v_keys.set_rate_limits,
     v_keys.set_rate_pers);
+  if not p_is_refill and exists (select from queue.waiting w where w.reserved is not null) then
+    grown := grown || queue._yield_reserved(p_ids, p_lanes, p_deadlines, p_flags);
+  end if;
   select array_agg(s.slots order by u.n) as slots, array_agg(s.rate_limit order by u.n) as rates,
     array_agg({{free_slots}} order by u.n) as free,
     array_agg(queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
@@ -251,7 +254,7 @@ begin
       v_moves := case when v_row - v_first > 1 then least({{patience}},
         coalesce(p_moves[v_n] + (v_keys.keys[v_shut] <> p_from[v_n])::integer, 0)) end;
       v_wait_moves := v_wait_moves || v_moves;
-      if v_moves = {{patience}} and v_waiting[v_shut] = 1 and not v_is_behind
+      if v_moves = {{patience}} and v_reserved_ids is null and v_waiting[v_shut] = 1 and not v_is_behind
         and v_counts.free[v_shut] < least(v_weight, v_counts.slots[v_shut])
         and queue._may_reserve(p_lanes[v_n], array(select v_keys.keys[k]
           from unnest(v_keys.pairs[v_first : v_row - 1]) k)) then
@@ -287,6 +290,13 @@ begin
       array(select p_lanes[n] from unnest(v_wait || v_had) n),
       array(select p_deadlines[n] from unnest(v_wait || v_had) n), v_wait_keys || v_had_keys,
       array(select p_from[u.n] <> u.key from unnest(v_wait, v_wait_keys) u (n, key))))[:cardinality(v_wait)];
+    if p_from is not null then
+      v_places := array(
+        select case when u.moves is not null and u.place < '{{end_of_tags}}'
+          then queue._own_place(p_ids[u.n], p_lanes[u.n], u.key, u.place) else u.place end
+        from unnest(v_wait, v_wait_keys, v_places, v_wait_moves) with ordinality u (n, key, place, moves, nth)
+        order by u.nth);
+    end if;
     insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, moves, weight, task,
       reserved)
     select p_ids[u.n], 'slot', u.key, p_lanes[u.n], u.place, p_flags[u.n], p_attempts[u.n], u.moves,

@@ -7,20 +7,20 @@
 -- is the first in that line, nobody else gets its slots of the keys before that one. `used` counts them. Why,
 -- and what it costs: docs/adr/0012-reserved-slots.md.
 --
--- Only the first job of a line reserves, so that a hundred jobs that wait for one slot do not take all those
--- of another key. And no job does while jobs of a higher priority in its queue wait for one of these keys.
+-- Only the first job of a line reserves, and of a lane and a key one at a time (_may_reserve): so a hundred
+-- jobs do not take all slots of a key, or wait for one another while slots are idle.
 -- Why nothing stops: a job has reserved slots only while claims and reserved slots fill the key that it waits
 -- for, and only of keys that come before that one, in the order of _take_slots. So of the jobs that have
 -- reserved slots, the one that waits for the last key waits only for claims to end. If it waits for a ready
 -- job, or for a rate, it gives them back (_forgo): maybe no worker serves its queue, and others have the same
--- keys. So it does when it leaves its line: as a ready job it has none.
+-- keys. So it does if others go before it for long, and when it leaves its line: as a ready job it has none.
 
--- Whether a job of a lane may reserve slots of keys: no job of its queue with a higher priority waits for one
--- of them. It does not see those that _take_slots just sends there.
-create or replace function queue._may_reserve(p_lane integer, p_keys text[])
+-- Whether jobs of a higher priority in the queue of a lane wait for one of these keys. It does not see those
+-- that _take_slots just sends there.
+create or replace function queue._is_outranked(p_lane integer, p_keys text[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
-  return not exists (
+  return exists (
     select from unnest(p_keys) u (key)
     cross join lateral (
       select s.lanes, s.waiting from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
@@ -28,6 +28,16 @@ begin
     join queue.lane l on l.lane = o.lane
     join queue.lane own on own.lane = p_lane
     where o.waiting > 0 and l.queue = own.queue and l.priority > own.priority);
+end $$;
+
+-- Whether a job of a lane may reserve slots of some of its keys: it is not outranked, no other job of the
+-- lane has reserved any, and none has any of one of these keys or for one.
+create or replace function queue._may_reserve(p_lane integer, p_keys text[])
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return not queue._is_outranked(p_lane, p_keys)
+    and not exists (select from queue.waiting w
+      where w.reserved is not null and (w.lane = p_lane or (w.reserved || w.key) && p_keys));
 end $$;
 
 -- Frees the reserved slots of jobs that leave queue.waiting. p_ids: the job of each key, or one job of all.
@@ -45,8 +55,9 @@ begin
   where k.key = u.key;
 end $$;
 
--- Frees the reserved slots of jobs that wait for one of these keys although claims leave room for them: for a
--- ready job, or for a rate. Returns the keys of these slots.
+-- Frees the reserved slots of jobs that wait for one of these keys if they are outranked, if claims leave
+-- room for them (they wait for a ready job, or for a rate), or if the key was looked at twice as often as
+-- they have weight: others go before them. Returns the keys of these slots.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: _refill returns these keys, and is
 -- called for them.
 create or replace function queue._forgo(p_keys text[])
@@ -58,9 +69,39 @@ begin
   from queue.waiting w
   cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = w.key
     order by s.tick desc limit 1) s
+  cross join lateral (select coalesce(w.weight, 1) as weight) x
   cross join lateral unnest(w.reserved) r (key)
   where w.reserved is not null and w.key = any (p_keys)
-    and least(coalesce(w.weight, 1), s.slots) <= {{free_slots}};
+    and (least(x.weight, s.slots) <= {{free_slots}}
+      or w.moves >= {{patience}} + 2 * least(x.weight, 10000)
+      or queue._is_outranked(w.lane, w.reserved || w.key));
+  if v_jobs.ids is not null then
+    update queue.waiting w set reserved = null where w.id = any (v_jobs.ids);
+    perform queue._free_reserved(v_jobs.ids, v_jobs.keys);
+  end if;
+  update queue.waiting w set moves = w.moves + 1 where w.reserved is not null and w.key = any (p_keys);
+  return v_jobs.keys;
+end $$;
+
+-- Frees the reserved slots of jobs that come after arriving ones of their queue: of a lower priority, or of
+-- the same with a later deadline. Returns their keys.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: the arriving jobs get these slots, and
+-- the caller names the keys in grown.
+create or replace function queue._yield_reserved(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
+  p_flags smallint[])
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_jobs record;
+begin
+  select array_agg(w.id) as ids, array_agg(r.key) as keys into v_jobs
+  from queue.waiting w
+  join queue.lane own on own.lane = w.lane
+  cross join lateral unnest(w.reserved) r (key)
+  where w.reserved is not null and exists (
+    select from queue._keys_of(p_ids, p_flags) k
+    join queue.lane l on l.lane = p_lanes[k.n]
+    where k.key = any (w.reserved) and l.queue = own.queue and (l.priority > own.priority
+      or l.priority = own.priority and p_deadlines[k.n] < w.deadline and w.deadline >= '{{end_of_tags}}'));
   if v_jobs.ids is not null then
     update queue.waiting w set reserved = null where w.id = any (v_jobs.ids);
     perform queue._free_reserved(v_jobs.ids, v_jobs.keys);

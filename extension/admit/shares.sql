@@ -228,6 +228,24 @@ begin
     from queue.lane l where l.lane = p_lane);
 end $$;
 
+-- The place of a job with several keys that was taken out of a key's line and waits again: _tags gave it the
+-- last tag of its share. It gets that of the first later job of its share, of the first 100 in the line: with
+-- its smaller id it stands before that one.
+create or replace function queue._own_place(p_id bigint, p_lane integer, p_key text, p_tag timestamptz)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  return coalesce((
+    select f.deadline
+    from (
+      select w.id, w.deadline from queue.waiting w
+      where w.reason = 'slot' and w.key = p_key and w.lane = p_lane and w.deadline < p_tag
+      order by w.deadline, w.id limit 100) f
+    where f.id > p_id
+      and (select j.options ->> 'share' from queue.job_now j where j.id = f.id)
+        is not distinct from (select j.options ->> 'share' from queue.job_now j where j.id = p_id)
+    order by f.deadline limit 1), p_tag);
+end $$;
+
 -- Keeps the tag of a job that leaves its lane unclaimed, so that it keeps its place.
 -- Locks: the caller holds the admission lock and the job's row of queue.active_job. Why no wake-up is lost:
 -- no job becomes ready.

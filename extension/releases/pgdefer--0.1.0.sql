@@ -585,8 +585,8 @@ create table queue.rate_start (
 -- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
 -- the first job of a lane that waits for a key's rate: when the rate allows more starts; weight: how many
 -- slots of the key it takes, NULL for 1; moves: how often the job has changed lines, if it has several keys
--- (key is the first full one), else NULL; reserved: the keys of which it has reserved slots
--- (admit/reserve.sql); task: the job's. For the weight of a parked job see _park (admit/gates.sql).
+-- (key is the first full one), else NULL; reserved: the keys of which it has reserved slots; moves then also
+-- counts the looks at its key (admit/reserve.sql); task: the job's. For the weight of a parked job see _park (admit/gates.sql).
 create table queue.waiting (
   id bigint not null,
   at timestamptz,
@@ -6943,6 +6943,24 @@ begin
     from queue.lane l where l.lane = p_lane);
 end $$;
 
+-- The place of a job with several keys that was taken out of a key's line and waits again: _tags gave it the
+-- last tag of its share. It gets that of the first later job of its share, of the first 100 in the line: with
+-- its smaller id it stands before that one.
+create or replace function queue._own_place(p_id bigint, p_lane integer, p_key text, p_tag timestamptz)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  return coalesce((
+    select f.deadline
+    from (
+      select w.id, w.deadline from queue.waiting w
+      where w.reason = 'slot' and w.key = p_key and w.lane = p_lane and w.deadline < p_tag
+      order by w.deadline, w.id limit 100) f
+    where f.id > p_id
+      and (select j.options ->> 'share' from queue.job_now j where j.id = f.id)
+        is not distinct from (select j.options ->> 'share' from queue.job_now j where j.id = p_id)
+    order by f.deadline limit 1), p_tag);
+end $$;
+
 -- Keeps the tag of a job that leaves its lane unclaimed, so that it keeps its place.
 -- Locks: the caller holds the admission lock and the job's row of queue.active_job. Why no wake-up is lost:
 -- no job becomes ready.
@@ -7675,20 +7693,20 @@ end $$;
 -- is the first in that line, nobody else gets its slots of the keys before that one. `used` counts them. Why,
 -- and what it costs: docs/adr/0012-reserved-slots.md.
 --
--- Only the first job of a line reserves, so that a hundred jobs that wait for one slot do not take all those
--- of another key. And no job does while jobs of a higher priority in its queue wait for one of these keys.
+-- Only the first job of a line reserves, and of a lane and a key one at a time (_may_reserve): so a hundred
+-- jobs do not take all slots of a key, or wait for one another while slots are idle.
 -- Why nothing stops: a job has reserved slots only while claims and reserved slots fill the key that it waits
 -- for, and only of keys that come before that one, in the order of _take_slots. So of the jobs that have
 -- reserved slots, the one that waits for the last key waits only for claims to end. If it waits for a ready
 -- job, or for a rate, it gives them back (_forgo): maybe no worker serves its queue, and others have the same
--- keys. So it does when it leaves its line: as a ready job it has none.
+-- keys. So it does if others go before it for long, and when it leaves its line: as a ready job it has none.
 
--- Whether a job of a lane may reserve slots of keys: no job of its queue with a higher priority waits for one
--- of them. It does not see those that _take_slots just sends there.
-create or replace function queue._may_reserve(p_lane integer, p_keys text[])
+-- Whether jobs of a higher priority in the queue of a lane wait for one of these keys. It does not see those
+-- that _take_slots just sends there.
+create or replace function queue._is_outranked(p_lane integer, p_keys text[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
-  return not exists (
+  return exists (
     select from unnest(p_keys) u (key)
     cross join lateral (
       select s.lanes, s.waiting from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
@@ -7696,6 +7714,16 @@ begin
     join queue.lane l on l.lane = o.lane
     join queue.lane own on own.lane = p_lane
     where o.waiting > 0 and l.queue = own.queue and l.priority > own.priority);
+end $$;
+
+-- Whether a job of a lane may reserve slots of some of its keys: it is not outranked, no other job of the
+-- lane has reserved any, and none has any of one of these keys or for one.
+create or replace function queue._may_reserve(p_lane integer, p_keys text[])
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return not queue._is_outranked(p_lane, p_keys)
+    and not exists (select from queue.waiting w
+      where w.reserved is not null and (w.lane = p_lane or (w.reserved || w.key) && p_keys));
 end $$;
 
 -- Frees the reserved slots of jobs that leave queue.waiting. p_ids: the job of each key, or one job of all.
@@ -7713,8 +7741,9 @@ begin
   where k.key = u.key;
 end $$;
 
--- Frees the reserved slots of jobs that wait for one of these keys although claims leave room for them: for a
--- ready job, or for a rate. Returns the keys of these slots.
+-- Frees the reserved slots of jobs that wait for one of these keys if they are outranked, if claims leave
+-- room for them (they wait for a ready job, or for a rate), or if the key was looked at twice as often as
+-- they have weight: others go before them. Returns the keys of these slots.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: _refill returns these keys, and is
 -- called for them.
 create or replace function queue._forgo(p_keys text[])
@@ -7726,9 +7755,39 @@ begin
   from queue.waiting w
   cross join lateral (select s.slots, s.used from queue.semaphore s where s.key = w.key
     order by s.tick desc limit 1) s
+  cross join lateral (select coalesce(w.weight, 1) as weight) x
   cross join lateral unnest(w.reserved) r (key)
   where w.reserved is not null and w.key = any (p_keys)
-    and least(coalesce(w.weight, 1), s.slots) <= least(s.slots, 1000000000/* most_slots */) - s.used;
+    and (least(x.weight, s.slots) <= least(s.slots, 1000000000/* most_slots */) - s.used
+      or w.moves >= 4/* patience */ + 2 * least(x.weight, 10000)
+      or queue._is_outranked(w.lane, w.reserved || w.key));
+  if v_jobs.ids is not null then
+    update queue.waiting w set reserved = null where w.id = any (v_jobs.ids);
+    perform queue._free_reserved(v_jobs.ids, v_jobs.keys);
+  end if;
+  update queue.waiting w set moves = w.moves + 1 where w.reserved is not null and w.key = any (p_keys);
+  return v_jobs.keys;
+end $$;
+
+-- Frees the reserved slots of jobs that come after arriving ones of their queue: of a lower priority, or of
+-- the same with a later deadline. Returns their keys.
+-- Locks: the caller holds the admission lock. Why no wake-up is lost: the arriving jobs get these slots, and
+-- the caller names the keys in grown.
+create or replace function queue._yield_reserved(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
+  p_flags smallint[])
+returns text[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_jobs record;
+begin
+  select array_agg(w.id) as ids, array_agg(r.key) as keys into v_jobs
+  from queue.waiting w
+  join queue.lane own on own.lane = w.lane
+  cross join lateral unnest(w.reserved) r (key)
+  where w.reserved is not null and exists (
+    select from queue._keys_of(p_ids, p_flags) k
+    join queue.lane l on l.lane = p_lanes[k.n]
+    where k.key = any (w.reserved) and l.queue = own.queue and (l.priority > own.priority
+      or l.priority = own.priority and p_deadlines[k.n] < w.deadline and w.deadline >= '0001-01-01 00:00+00'));
   if v_jobs.ids is not null then
     update queue.waiting w set reserved = null where w.id = any (v_jobs.ids);
     perform queue._free_reserved(v_jobs.ids, v_jobs.keys);
@@ -8653,16 +8712,16 @@ end $$;
 -- before it, and not for ever by jobs that wait for another key.
 --
 -- Why this ends: suppose that no claim ends, and that some jobs change lines for ever. Reserved slots of a
--- key become free only if a job leaves the line of a later key, or gives them back there, once each time
--- (admit/reserve.sql). So room for the last key only shrinks, and jobs leave its line only so often. So room
--- for the key before it grows only so often, and so on.
+-- key become free only if a job arrives, leaves the line of a later key, or gives them back there, once each
+-- time (admit/reserve.sql). So room for the last key only shrinks, and jobs leave its line only so often. So
+-- room for the key before it grows only so often, and so on.
 -- Look at the time after that, and of these jobs at the first one by that order, m. Room only shrinks, so a
 -- job that goes to a line because it does not fit, or because a heavy one does not (_heavy_waiting), stays in
 -- it. So m goes to a line because the first job there, h, comes before it, and h changes lines no more. There
 -- m stands behind h: by the same order, or by tag, because a job from another line gets a new tag (p_moved of
--- _tags), and no new tag comes before the first one. _refill takes jobs out in the line's order, so it takes
--- out m only with h. As h stays, it went back because it did not fit, or behind one that did not (v_back).
--- That one is not taken out again, nor are h and m behind it.
+-- _tags) or that of a later job (_own_place), and none comes before the first one. _refill takes jobs out in
+-- the line's order, so it takes out m only with h. As h stays, it went back because it did not fit, or behind
+-- one that did not (v_back). That one is not taken out again, nor are h and m behind it.
 -- (While _retag gives new tags, m may stand before h. _refill hands over what takes long, and _retag ends.)
 -- Why no job waits in vain: jobs that wait hold no slot that they have not reserved. One that queues up
 -- although it would fit names the key in grown, and _refill looks at the line. So in the end the first job of
@@ -8733,6 +8792,9 @@ begin
       from queue._keys_of(p_ids, p_flags) x) x) x;
   grown := queue._set_slots(v_keys.set_keys, v_keys.set_slots, v_keys.set_ids, v_keys.set_rate_limits,
     v_keys.set_rate_pers);
+  if not p_is_refill and exists (select from queue.waiting w where w.reserved is not null) then
+    grown := grown || queue._yield_reserved(p_ids, p_lanes, p_deadlines, p_flags);
+  end if;
   select array_agg(s.slots order by u.n) as slots, array_agg(s.rate_limit order by u.n) as rates,
     array_agg(least(s.slots, 1000000000/* most_slots */) - s.used order by u.n) as free,
     array_agg(queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
@@ -8834,7 +8896,7 @@ begin
       v_moves := case when v_row - v_first > 1 then least(4/* patience */,
         coalesce(p_moves[v_n] + (v_keys.keys[v_shut] <> p_from[v_n])::integer, 0)) end;
       v_wait_moves := v_wait_moves || v_moves;
-      if v_moves = 4/* patience */ and v_waiting[v_shut] = 1 and not v_is_behind
+      if v_moves = 4/* patience */ and v_reserved_ids is null and v_waiting[v_shut] = 1 and not v_is_behind
         and v_counts.free[v_shut] < least(v_weight, v_counts.slots[v_shut])
         and queue._may_reserve(p_lanes[v_n], array(select v_keys.keys[k]
           from unnest(v_keys.pairs[v_first : v_row - 1]) k)) then
@@ -8870,6 +8932,13 @@ begin
       array(select p_lanes[n] from unnest(v_wait || v_had) n),
       array(select p_deadlines[n] from unnest(v_wait || v_had) n), v_wait_keys || v_had_keys,
       array(select p_from[u.n] <> u.key from unnest(v_wait, v_wait_keys) u (n, key))))[:cardinality(v_wait)];
+    if p_from is not null then
+      v_places := array(
+        select case when u.moves is not null and u.place < '0001-01-01 00:00+00'
+          then queue._own_place(p_ids[u.n], p_lanes[u.n], u.key, u.place) else u.place end
+        from unnest(v_wait, v_wait_keys, v_places, v_wait_moves) with ordinality u (n, key, place, moves, nth)
+        order by u.nth);
+    end if;
     insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, moves, weight, task,
       reserved)
     select p_ids[u.n], 'slot', u.key, p_lanes[u.n], u.place, p_flags[u.n], p_attempts[u.n], u.moves,

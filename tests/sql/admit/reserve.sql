@@ -1,6 +1,6 @@
 -- Jobs with several keys that go from line to line, and in the end reserve slots.
 
-select plan(42);
+select plan(53);
 
 set pgdefer.notify = off;
 set statement_timeout = '20s';  -- a job that changes lines for ever is noticed
@@ -170,10 +170,10 @@ select pg_temp.clear() \g /dev/null
 select pg_temp.defer('{b}', 5) \g /dev/null
 select queue.tick() \g /dev/null
 select l.lane from queue.lane l where l.queue = 'default' and l.priority = 0 \gset
-select is(queue._may_reserve(:lane, '{kb}'), true, 'a more urgent job is ready');
+select is(queue._is_outranked(:lane, '{kb}'), false, 'a more urgent job is ready');
 select pg_temp.defer('{b}', 5) \g /dev/null
 select queue.tick() \g /dev/null
-select is(queue._may_reserve(:lane, '{kb}'), false, 'one waits');
+select is(queue._is_outranked(:lane, '{kb}'), true, 'one waits');
 select pg_temp.clear() \g /dev/null
 
 -- Of three keys it reserves two, one after the other.
@@ -203,6 +203,122 @@ select is((select string_agg(coalesce(w.reserved::text, '-'), ' ' order by w.id)
 select pg_temp.defer('{a3}'), pg_temp.defer('{a3}'), pg_temp.defer('{a3}') \g /dev/null
 select is(cardinality(pg_temp.fetch()), 2, 'others get the rest');
 select is_empty('select * from queue.check()', 'all is sound');
+select pg_temp.clear() \g /dev/null
+
+-- Where shares take turns, too.
+create procedure pg_temp.pass_in_share(share text, inout job bigint default null, inout passed integer default 0)
+language plpgsql as $$
+declare
+  v_shares text[] := '{}';
+begin
+  perform queue.defer('k', queue => 'shared', concurrency_key => k, concurrency_limit => 1, options => jsonb_build_object('share', share))
+  from unnest(array['a', 'b']) k;
+  commit;
+  perform pg_temp.fetch();
+  job := queue.defer('k', queue => 'shared', options => jsonb_build_object('share', share,
+    'concurrency', '[{"key": "a", "limit": 1}, {"key": "b", "limit": 1}]'::jsonb));
+  perform queue.defer('k', queue => 'shared', concurrency_key => k, concurrency_limit => 1, options => jsonb_build_object('share', share))
+  from unnest(array['a', 'b']) k, generate_series(1, 20);
+  commit;
+  for i in 1 .. 40 loop
+    perform pg_temp.finish_key(case when i % 2 = 1 then 'a' else 'b' end);
+    exit when job = any (pg_temp.fetch());
+    passed := passed + 1;
+    commit;
+  end loop;
+end $$;
+call pg_temp.pass_in_share('s') \gset
+select cmp_ok(:passed, '<=', 10, 'at most 10 later jobs of its share pass a job of two keys');
+select is_empty('select * from queue.check()', 'all is sound');
+select pg_temp.clear() \g /dev/null
+select queue.prune() \g /dev/null
+
+-- A heavy job waits for all slots of h, of which jobs of another queue take each that becomes free.
+select queue.configure_key('h', '{"limit": 2}') \g /dev/null
+create function pg_temp.defer_h(weight integer, queue text default null) returns bigint language sql as $$
+  select queue.defer('k', queue => queue, options => jsonb_build_object('concurrency', jsonb_build_array(
+    jsonb_build_object('key', 'h', 'limit', 2, 'weight', weight))
+    || case when weight = 2 then '[{"key": "a", "limit": 1}]' else '[]' end::jsonb))
+$$;
+create procedure pg_temp.pass_heavy(inout job bigint default null, inout rounds integer default 0) language plpgsql as $$
+begin
+  perform pg_temp.defer('{a}'), pg_temp.defer_h(1), pg_temp.defer_h(1);
+  commit;
+  perform pg_temp.fetch();
+  job := pg_temp.defer_h(2);
+  commit;
+  for i in 1 .. 30 loop
+    perform pg_temp.defer('{a}'), pg_temp.defer_h(1, 'other'), pg_temp.defer_h(1, 'other');
+    commit;
+    perform queue.tick();
+    perform pg_temp.finish_key(case when i % 2 = 1 then 'a' else 'h' end);
+    perform pg_temp.fetch();
+    commit;
+    exit when pg_temp.reserved(job) is not null;
+  end loop;
+  assert pg_temp.reserved(job) = '{ka}';
+  for i in 1 .. 20 loop
+    exit when pg_temp.reserved(job) is null;
+    rounds := i;
+    perform pg_temp.defer_h(1, 'other');
+    commit;
+    perform queue.tick();
+    perform queue.succeed(j.id, j.claim) from (select j.id, j.claim from queue.jobs j join queue.job l on l.id = j.id
+      where j.state = 'running' and l.keys @> '{h}' limit 1) j;
+    perform pg_temp.fetch('{other}');
+    commit;
+  end loop;
+end $$;
+call pg_temp.pass_heavy() \gset
+select is(pg_temp.reserved(:job), null, 'a heavy job that others pass gives back what it has reserved');
+select ok(:rounds between 2 and 10, 'but not at once');
+select is_empty('select * from queue.check()', 'all is sound');
+select pg_temp.clear() \g /dev/null
+
+-- Those that arrive later and go before it get what it has reserved.
+create procedure pg_temp.arrives(options jsonb, priority integer, inout state text default null) language plpgsql as $$
+declare
+  v_job bigint;
+  v_first bigint;
+  v_ignored integer;
+begin
+  perform pg_temp.clear();
+  perform pg_temp.defer('{a}'), pg_temp.defer('{b}');
+  commit;
+  perform pg_temp.fetch();
+  v_job := pg_temp.defer('{a,b}');
+  commit;
+  call pg_temp.alternate(v_job, true, 0, v_ignored);
+  assert pg_temp.reserved(v_job) = '{ka}';
+  perform queue.cancel(w.id) from queue.waiting w where w.key = 'ka';
+  v_first := queue.defer('first', priority => priority, deadline => (options ->> 'deadline')::timestamptz,
+    concurrency_key => 'a', concurrency_limit => 1, options => options - 'deadline');
+  commit;
+  perform pg_temp.fetch();
+  assert not exists (select from queue.check());
+  state := (select j.state from queue.jobs j where j.id = v_first);
+end $$;
+call pg_temp.arrives('{}', 5) \gset
+select is(:'state'::text, 'running', 'one of a higher priority');
+call pg_temp.arrives('{"on_limit": "discard"}', 5) \gset
+select is(:'state'::text, 'running', 'so it is not discarded');
+call pg_temp.arrives('{"deadline": "2999-01-01Z"}', 0) \gset
+select is(:'state'::text, 'running', 'one with a deadline');
+call pg_temp.arrives('{}', 0) \gset
+select is(:'state'::text, 'blocked', 'others do not');
+call pg_temp.arrives('{}', -5) \gset
+select is(:'state'::text, 'blocked', 'nor those of a lower priority');
+select pg_temp.clear() \g /dev/null
+
+-- One that has not often changed lines is the first in the line, and the others behind it reserve nothing, either.
+select pg_temp.defer('{b}'), pg_temp.defer('{a3}'), pg_temp.defer('{a3}'), pg_temp.defer('{a3}') \g /dev/null
+select pg_temp.fetch() \g /dev/null
+select array_agg(pg_temp.defer('{a3,b}')) as jobs from generate_series(1, 5) \gset
+select queue.tick() \g /dev/null
+update queue.waiting w set moves = 3 where w.id = any (:'jobs') and w.id > (select min(o.id) from queue.waiting o);
+select pg_temp.finish_key('a3') \g /dev/null
+select pg_temp.fetch() \g /dev/null
+select is((select count(w.reserved) from queue.waiting w), 0::bigint, 'nor do those behind the first');
 select pg_temp.clear() \g /dev/null
 
 -- A job that leaves its line gives the slot back, whatever takes it out.
