@@ -89,6 +89,18 @@ begin
   return v_options;
 end $$;
 
+-- Refuses a parent in checked options that are for many jobs: once that job was removed, each use of them
+-- would fail.
+-- Raises: 22023.
+create or replace function queue._check_no_parent(options jsonb)
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if options ? 'parent' then
+    perform queue._invalid('parent belongs to a single job',
+      'Pass it in the options of queue.defer, with each job.', 'parent: ' || (options ->> 'parent'));
+  end if;
+end $$;
+
 -- How long to keep a job by its outcome: an object of intervals as they were given, with those that are null
 -- left out. The text of an interval would depend on the setting IntervalStyle, and schedule compares.
 -- Raises: 22023.

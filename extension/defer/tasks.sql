@@ -33,6 +33,7 @@ begin
   perform queue._check_name(t.key, v_defaults ->> t.key), queue._check_template(t.key, v_defaults ->> t.key)
   from unnest('{lock,queueing_lock}'::text[]) t (key) where v_defaults ->> t.key <> '';
   v_options := queue._check_options(v_defaults - ({{argument_keys}} || '{function,sensitive}'::text[]));
+  perform queue._check_no_parent(v_options);
   select k.keys, k.limits, k.terms into v_keys, v_limits, v_terms
   from queue._check_concurrency(v_defaults ->> 'concurrency_key',
     (v_defaults ->> 'concurrency_limit')::integer, v_options -> 'concurrency') k;
@@ -71,8 +72,9 @@ end $$;
 comment on function queue.register_task(text, jsonb) is
   'Sets the task''s defaults, which defer uses for arguments that are NULL: queue, priority, lock,'
     ' queueing_lock, deadline (an interval from the time of deferring), concurrency_key, concurrency_limit'
-    ' and every key of options. function: the schema.name of a database function that takes the args as one'
-    ' jsonb and runs the task (queue.work, queue.run_function); only the owner of the queue may set it.'
+    ' and every key of options but parent. function: the schema.name of a database function that takes the'
+    ' args as one jsonb and runs the task (queue.work, queue.run_function); only the owner of the queue may'
+    ' set it.'
     ' sensitive: a list of paths to args that nobody reads but the owner and workers: card.number,'
     ' cards[*].number; all others read ***, also in jobs already deferred, and may add paths but not remove'
     ' any.'

@@ -91,7 +91,7 @@ end $$;
 comment on function queue.schedule(text, text, text, jsonb, text, jsonb) is
   'Defers a job at each run of a cron expression in a time zone, with scheduled_for in its args. Calling'
     ' it again with the same arguments has no effect; others take effect at once. Returns the next run, NULL'
-    ' if disabled. options: those of defer, queue, priority, lock, queueing_lock, concurrency_key,'
+    ' if disabled. options: those of defer but parent, queue, priority, lock, queueing_lock, concurrency_key,'
     ' concurrency_limit, deadline (an interval from the time of the run), and catch_up (none | latest |'
     ' all), max_delay (1 second to 4,000 years), overlap (allow | skip), enabled, source.';
 
@@ -251,7 +251,9 @@ begin
     coalesce((v_options ->> 'concurrency_limit')::integer, 1), v_options -> 'concurrency');
   perform queue._fill('concurrency_key', c ->> 'key', v_args)
     from jsonb_array_elements(v_options -> 'concurrency') c;
-  return v_options || queue._check_options(v_options - (v_names || queue._schedule_keys()));
+  v_options := v_options || queue._check_options(v_options - (v_names || queue._schedule_keys()));
+  perform queue._check_no_parent(v_options);
+  return v_options;
 end $$;
 
 -- Raises: 22023, always.

@@ -1,6 +1,6 @@
 -- Tasks: registered defaults, and refusals.
 
-select plan(85);
+select plan(86);
 
 select lives_ok($$select queue.register_task('plain')$$, 'a task without defaults');
 select lives_ok($$select queue.register_task('plain', null)$$, 'NULL for no defaults');
@@ -133,7 +133,8 @@ from (values
   ($$select queue.register_task('bad', '{"lock_mode": "loose"}')$$),
   ($$select queue.register_task('bad', '{"held": "yes"}')$$),
   ($$select queue.register_task('bad', '{"headers": []}')$$),
-  ($$select queue.register_task('bad', '{"expires_at": "soon"}')$$)
+  ($$select queue.register_task('bad', '{"expires_at": "soon"}')$$),
+  ($$select queue.register_task('bad', '{"parent": 1}')$$)
 ) v (call);
 select results_eq('select t.name, t.defaults from queue.tasks t order by 1', 'select b.name, b.defaults from before b order by 1', 'and nothing has changed');
 select is(test.refusal($$select queue.register_task('bad', '{"on_conflict": "explode"}')$$), '22023', 'on_conflict has its values');

@@ -1,6 +1,6 @@
 -- Recurring runs: their jobs, changes, refusals, history, access.
 
-select plan(92);
+select plan(93);
 
 \ir schedules.helpers.psql
 
@@ -180,6 +180,7 @@ from (values
   ($$select queue.schedule('n', '@daily', 't', options => '{"concurrency_key": "{a}", "concurrency_limit": 1}')$$, '22023 concurrency_key names a field that args do not fill'),
   ($$select queue.schedule('n', '@daily', 't', options => '{"concurrency": [{"key": "{a}", "limit": 1}]}')$$, '22023 concurrency_key names a field that args do not fill'),
   ($$select queue.schedule('n', '@daily', 't', options => '{"timeout": "-1 s"}')$$, '22023 timeout is not an interval'),
+  ($$select queue.schedule('n', '@daily', 't', options => '{"parent": 1}')$$, '22023 parent belongs to a single job'),
   ($$select queue.unschedule(null)$$, '22023 name is missing'),
   ($$select queue.run_now('n')$$, '22023 no such schedule'),
   ($$select queue.enable_schedule('n')$$, '22023 no such schedule'),
