@@ -246,7 +246,7 @@ begin
       perform queue._fill(v_key, v_options ->> v_key, v_args);
     end if;
   end loop;
-  -- the task may have a limit by the time of a run
+  -- the task may have a limit by the time of a run, or an idempotency_key for unique_for
   perform queue._check_concurrency(v_options ->> 'concurrency_key',
     coalesce((v_options ->> 'concurrency_limit')::integer, 1), v_options -> 'concurrency');
   perform queue._fill('concurrency_key', c ->> 'key', v_args)

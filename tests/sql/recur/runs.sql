@@ -1,6 +1,6 @@
 -- Which due runs happen: overlap, paused queues, runs that can't be deferred, how they are found.
 
-select plan(31);
+select plan(34);
 
 \ir schedules.helpers.psql
 
@@ -107,6 +107,21 @@ select queue.tick() \g /dev/null
 select is((select reason from queue.schedules where name = 'poisoned'), null, 'until a run is deferred');
 select is((select status from queue.health() where name = 'schedules'), 'ok', 'which ends the warning');
 select queue.tick() \g /dev/null
+select pg_temp.work() \g /dev/null
+
+-- What an option needs may be registered with the task later
+select queue.schedule('unique', :'hourly', 'unique', options => '{"unique_for": "1 day"}') \g /dev/null
+select pg_temp.outage('unique', '30 min') \g /dev/null
+select queue.tick() \g /dev/null
+select is((select r.skipped || ': ' || r.detail from queue.schedule_runs r where r.name = 'unique'), 'error: unique_for needs an idempotency_key',
+  'without a key the run is skipped');
+select throws_ok($$select queue.run_now('unique')$$, '22023', 'unique_for needs an idempotency_key', 'and run_now refused');
+select queue.register_task('unique', '{"idempotency_key": "{scheduled_for}"}') \g /dev/null
+delete from queue.schedule_run r where r.name = 'unique';
+select pg_temp.outage('unique', '30 min') \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.history('unique'), '0 job', 'until the task registers one');
+select queue.unschedule('unique') \g /dev/null
 select pg_temp.work() \g /dev/null
 -- a run that can't even update its row
 update queue.schedule s set timezone = 'Europe/Atlantis' where s.name = 'poisoned';
