@@ -37,13 +37,11 @@ begin
 end $$;
 
 -- Raises: QJ004, always.
-create or replace function queue._already_queued(id bigint, queueing_lock text)
+create or replace function queue._already_queued(id bigint, queueing_lock text, hint text)
 returns void language plpgsql volatile parallel safe security invoker as $$
 begin
   raise exception using errcode = 'QJ004', message = 'already queued',
-    detail = format('id: %s, queueing_lock: %s', id, queueing_lock),
-    hint = 'Another job with this queueing_lock waits. Pass options {"on_conflict": "ignore"} or "replace",'
-      ' or continue without it.';
+    detail = format('id: %s, queueing_lock: %s', id, queueing_lock), hint = hint;
 end $$;
 
 -- Raises: QJ004, always. It does not name the job, which is in a queue that the caller may not use.

@@ -156,7 +156,8 @@ begin
     if not v_job.is_new and p_key <> '' then
       perform queue._key_taken(p_key);
     elsif not v_job.is_new then
-      perform queue._already_queued(p_id, v_job.queueing_lock);
+      perform queue._already_queued(p_id, v_job.queueing_lock,
+        'A job in a queue that you may not use has this queueing_lock. Pass another one.');
     end if;
     perform queue._queue_not_allowed(v_job.queue, v_allowed);
   end if;

@@ -42,7 +42,11 @@ begin
               where j.id = v_holder and p_scheduled_at is not null))));
           return -v_holder;
         else
-          perform queue._already_queued(v_holder, p_key);
+          perform queue._already_queued(v_holder, p_key, case p_on_conflict
+            when 'replace' then 'The job with this queueing_lock runs, and "replace" changes only one that'
+              ' waits. Pass options {"on_conflict": "ignore"}, or call again when it has ended.'
+            else 'Another job has this queueing_lock. Pass options {"on_conflict": "ignore"}, or "replace" to'
+              ' change it while it waits, or continue without it.' end);
       end case;
     end if;
   end loop;

@@ -225,7 +225,7 @@ REFUSALS = {
         "the job's state does not allow this",
         "Where another transaction changes the job, try again.",
     ),
-    "QJ004": ("already queued", "Another job with its queueing_lock waits."),
+    "QJ004": ("already queued", "Another job has its queueing_lock."),
     "QJ009": ("the job has finished no such step", "`pgdefer job steps {id}` lists them."),
 }
 

@@ -443,6 +443,7 @@ def test_the_queueing_lock_of_a_job_that_is_not_seen(
         )
         assert said.startswith("QJ004"), (way, said)
         assert "secret" not in said
+        assert way == "raise" or said.endswith("has this queueing_lock. Pass another one."), said
     owner.execute("reset session authorization")
 
 

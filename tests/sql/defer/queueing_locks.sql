@@ -1,6 +1,6 @@
 -- Queueing locks: at most one job that has not started, or not finished, per key.
 
-select plan(38);
+select plan(40);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
@@ -63,6 +63,20 @@ select queue.succeed(j.id, j.claim) from queue.jobs j where j.state = 'running';
 select queue.defer('t', queueing_lock => 'F', options => '{"unique_until": "finish"}') as h \gset
 select f.claim as claim from queue.fetch(:worker) f \gset
 select is(pg_temp.refusal($$select queue.defer('t', queueing_lock => 'F')$$), format('QJ004 id: %s, queueing_lock: F', :h), 'finish: the key is taken while it runs');
+create function pg_temp.hint(call text) returns text language plpgsql as $$
+declare
+  v_hint text;
+begin
+  execute call;
+  return null;
+exception when sqlstate 'QJ004' then
+  get stacked diagnostics v_hint = pg_exception_hint;
+  return v_hint;
+end $$;
+select matches(pg_temp.hint($$select queue.defer('t', queueing_lock => 'F')$$), '"replace" to change it while it waits', 'the hint says what may be passed');
+select is(pg_temp.hint($$select queue.defer('t', queueing_lock => 'F', options => '{"on_conflict": "replace"}')$$),
+  'The job with this queueing_lock runs, and "replace" changes only one that waits. Pass options {"on_conflict": "ignore"}, or call again when it has ended.',
+  'and not again what was passed');
 select queue.succeed(:h, :claim);
 select is(pg_temp.refusal($$select queue.defer('t', queueing_lock => 'F')$$), 'accepted', 'and free when it has ended');
 
