@@ -394,7 +394,14 @@ def test_a_limited_worker(owner: psycopg.Connection[Any], roles: dict[str, str])
     owner.execute("select * from queue.after_sleep(%s)", (worker,))
     owner.execute("select * from queue.tick()")
     assert outcome(owner, "select queue.register_worker('w', '{b}')").startswith("42501")
-    assert outcome(owner, f"select queue.fetch({worker}, '{{b,c*}}')").startswith("42501")
+    for call in (
+        f"fetch({worker}, ",
+        f"finish_and_fetch({worker}, '[]', ",
+        f"before_sleep({worker}, ",
+        "peek(",
+    ):
+        assert outcome(owner, f"select queue.{call}'{{b,c*}}')").startswith("42501"), call
+        assert outcome(owner, f"select queue.{call}'{{b,c*,a1}}')").startswith("["), call
     assert owner.execute("select queue.deregister_worker(%s)", (worker,)).fetchone() == (0,)
     owner.execute("reset session authorization")
     row = owner.execute("select queues from queue.worker where id = %s", (worker,)).fetchone()
