@@ -95,9 +95,10 @@ begin
   if coalesce(v_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
     perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.',
       'order: ' || (v_options ->> 'order'));
-  elsif coalesce(jsonb_typeof(v_options -> 'tasks'), 'array') <> 'array'
-    or coalesce(jsonb_typeof(v_options -> 'ids'), 'array') <> 'array' then
-    perform queue._invalid('tasks and ids must be lists', 'Pass JSON arrays.');
+  elsif coalesce(jsonb_typeof(v_options -> 'tasks'), 'array') <> 'array' then
+    perform queue._invalid('tasks must be a list', 'Pass a JSON array.');
+  elsif coalesce(jsonb_typeof(v_options -> 'ids'), 'array') <> 'array' then
+    perform queue._invalid('ids must be a list', 'Pass a JSON array.');
   elsif exists (select from jsonb_array_elements(v_options -> 'tasks') t
     where jsonb_typeof(t) <> 'string') then
     perform queue._invalid('tasks must be names', 'Pass JSON strings.');

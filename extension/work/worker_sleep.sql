@@ -30,7 +30,7 @@ declare
   v_due timestamptz;
   v_ahead integer := 0;
 begin
-  perform queue._check_are_few(queues);
+  perform queue._check_are_few(queues), queue._check_asked(queues), queue._check_sleep_options(options);
   {{if_restricted}}
     perform queue._require_worker(before_sleep.worker);
     queues := queue._narrow_queues('{worker}', queues);
@@ -174,13 +174,25 @@ begin
         where w.key = r.key and w.lane = r.lane and left(w.reason, 4) = 'slot' and w.task = any (p_tasks))));
 end $$;
 
+-- Checks the options of before_sleep, before that takes a lock: those of a session outlive a refusal.
+-- Raises: 22023.
+create or replace function queue._check_sleep_options(p_options jsonb)
+returns void language plpgsql stable parallel unsafe security invoker as $$
+begin
+  perform queue._check_keys('options', p_options, array['tasks', 'deadline_within', 'in_line', 'busy']);
+  if jsonb_typeof(p_options -> 'in_line') <> 'boolean' or jsonb_typeof(p_options -> 'busy') <> 'boolean' then
+    perform queue._invalid('in_line and busy must be true or false', 'Pass a JSON boolean.');
+  end if;
+  perform queue._selection(p_options - '{in_line,busy}'::text[]);
+end $$;
+
 -- Whether no job of these queues can start by itself: none is ready (which includes jobs that a rate,
 -- max_running or a key holds back, and crashed ones that must run alone), nothing is due, no committed job is
 -- still to be admitted, and no claim is still to be reaped. p_due: the last result of _next_due. If that is
 -- now, it checks whose jobs are due, so that steady commits to other queues do not keep a worker: it reads
 -- the first 1,000, and if there are more the queues are not drained, because fetch admits them.
--- p_options: those of before_sleep.
--- Locks: none. Raises: 22023.
+-- p_options: those of before_sleep, checked.
+-- Locks: none.
 create or replace function queue._is_drained(p_queues text[], p_options jsonb, p_due timestamptz)
 returns boolean language plpgsql stable parallel unsafe security invoker as $$
 declare
@@ -189,19 +201,9 @@ declare
   v_tasks text[];
   v_before timestamptz;
 begin
-  if p_options is not null then
-    perform queue._check_keys('options', p_options, array['tasks', 'deadline_within', 'in_line', 'busy']);
-    if coalesce(jsonb_typeof(p_options -> 'tasks'), 'array') not in ('array', 'null') then
-      perform queue._invalid('tasks must be a list', 'Pass a JSON array.');
-    elsif jsonb_typeof(p_options -> 'tasks') = 'array' then
-      v_tasks := array(select t from jsonb_array_elements_text(p_options -> 'tasks') t);
-    end if;
-    if jsonb_typeof(p_options -> 'in_line') <> 'boolean'
-      or jsonb_typeof(p_options -> 'busy') <> 'boolean'
-    then
-      perform queue._invalid('in_line and busy must be true or false', 'Pass a JSON boolean.');
-    end if;
-    v_before := v_now + queue._interval('deadline_within', p_options -> 'deadline_within');
+  v_before := v_now + queue._interval('deadline_within', p_options -> 'deadline_within');
+  if jsonb_typeof(p_options -> 'tasks') = 'array' then
+    v_tasks := array(select t from jsonb_array_elements_text(p_options -> 'tasks') t);
   end if;
   if p_queues is not null then
     v_queues := queue._match_queues(p_queues);

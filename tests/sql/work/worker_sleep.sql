@@ -1,6 +1,6 @@
 -- Sleeping: how long a worker may wait, and the sleep lock as seen by one session (several: work/worker_sleep.lead_sleeper.spec).
 
-select plan(92);
+select plan(96);
 
 -- The sleep lock and the lock of the other sleepers, as held by this session.
 create function pg_temp.held() returns text language sql as $$
@@ -18,6 +18,11 @@ select queue.deregister_worker(:gone) \g /dev/null
 select is(test.refusal('select queue.before_sleep(null)'), 'QJ007', 'no worker');
 select is(test.refusal('select queue.before_sleep(999999)'), 'QJ007', 'a worker that never was');
 select is(test.refusal(format('select queue.before_sleep(%s)', :gone)), 'QJ007', 'a worker that is gone');
+
+select is(test.refusal(format('select queue.before_sleep(%s, ''{}'')', :worker)), '22023', 'no queues');
+select is(test.refusal(format('select queue.before_sleep(%s, null, ''{"tasks": [1]}'')', :worker)), '22023', 'tasks are names');
+select is(test.refusal(format('select queue.before_sleep(%s, null, ''{"tasks": [null]}'')', :worker)), '22023', 'each of them');
+select is(pg_temp.held(), 'nothing', 'a call that is refused leaves no lock');
 
 -- the lead sleeper
 select is((select (s.may_sleep, s.wait_for, s.channels)::text from queue.before_sleep(:worker) s), format('(t,00:00:05,"{pgdefer,pgdefer_worker_%s}")', :worker), 'may sleep on both channels, and looks again after 5 s');
