@@ -295,13 +295,16 @@ exception when invalid_parameter_value then
   return jsonb_build_object('__pgdefer__', 'unencodable', 'value', 'JSON that is too large');
 end $$;
 
--- Raises: 22023 if it is not a list.
+-- Raises: 22023 if it is not a list of objects.
 create or replace function queue._check_is_list(p_outcomes jsonb)
 returns void language plpgsql stable parallel safe security invoker as $$
 begin
   if jsonb_typeof(p_outcomes) is distinct from 'array' then
     perform queue._invalid('outcomes must be a JSON array',
       'Pass [{"id": number, "claim": number, "outcome": text, ...}, ...].');
+  elsif exists (select from jsonb_array_elements(p_outcomes) o where jsonb_typeof(o) <> 'object') then
+    perform queue._invalid('an outcome must be a JSON object',
+      'Each needs {"id": number, "claim": number, "outcome": text}.');
   end if;
 end $$;
 

@@ -1,6 +1,6 @@
 -- Ending claims: each outcome alone, many at once, with a fetch; refusals; malformed input changes nothing.
 
-select plan(132);
+select plan(133);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -199,6 +199,7 @@ select is(pg_temp.spoilt(bad), '22023', 'malformed: ' || left(bad, 100)) from (v
   ('{"id": 1, "claim": 1, "outcome": "failed", "options": {"retry_in": "soon"}}'), ('{"id": 1, "claim": 1, "outcome": "failed", "options": {"retry_at": "2030-99-01"}}')) v (bad);
 select is(test.refusal('select * from queue.finish_many(' || call || ')'), '22023', 'malformed: ' || call) from (values
   ('null'), ('''{}'''), ('''1'''), ('''"x"'''), ('''null'''), ('''{"id": 1, "claim": 1, "outcome": "succeeded"}''')) v (call);
+select throws_ok($$select queue.finish_many('[1]')$$, '22023', 'an outcome must be a JSON object', 'which the message says');
 select is((select state from queue.jobs where id = :good), 'running', 'all or nothing: the good outcome beside them was not stored');
 
 -- A need that can't be seen, or that closes a cycle, is refused in its row
