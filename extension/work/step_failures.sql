@@ -90,7 +90,7 @@ begin
   end if;
   perform queue._check_retry(options -> 'retry') where v_options ? 'retry';
   perform queue._check_name('fingerprint', v_options ->> 'fingerprint') where v_options ? 'fingerprint';
-  perform queue._timestamp('deadline', v_options -> 'deadline');
+  perform queue._check_moment('deadline', queue._timestamp('deadline', v_options -> 'deadline'), true);
   perform queue._interval('deadline_in', v_options -> 'deadline_in');
   perform queue._check_fail_options(v_options - '{retry,deadline,deadline_in,fingerprint}'::text[]);
 end $$;

@@ -1,6 +1,6 @@
 -- Failures of steps: their own retry policies, and what a handler sees when a step has failed for good.
 
-select plan(89);
+select plan(90);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -107,7 +107,7 @@ select is((select concat_ws(' ', value, failures, error) from queue.steps where 
 
 -- Refusals, which change nothing
 select is(test.refusal(format('select queue.fail_step(%s, %s, ''r'', ''e'', null, %L)', :id, :claim, options)), '22023', 'refused: ' || options)
-from unnest(array['{"retry": {"max_attempts": 0}}', '{"retry": 3}', '{"deadline": "now or never"}', '{"deadline_in": "x"}', '{"deadline": "2030-01-01", "deadline_in": "1 s"}', '{"fingerprint": 5}', '{"queue": "q"}', '{"outcome": "crashed"}']) options;
+from unnest(array['{"retry": {"max_attempts": 0}}', '{"retry": 3}', '{"deadline": "now or never"}', '{"deadline": "-infinity"}', '{"deadline_in": "x"}', '{"deadline": "2030-01-01", "deadline_in": "1 s"}', '{"fingerprint": 5}', '{"queue": "q"}', '{"outcome": "crashed"}']) options;
 select is(test.refusal(format('select queue.fail_step(%s, %s, ''r'', ''e'')', :id, :claim - 1)), 'QJ002', 'an old claim');
 select is_empty($$select from queue.step where name = 'r'$$, 'none is stored');
 
