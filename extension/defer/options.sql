@@ -178,8 +178,8 @@ begin
     perform queue._check_rate(v_rate);
     v_weight := coalesce((v_item ->> 'weight')::integer, 1);
     if v_weight > least((v_item ->> 'limit')::integer, (v_rate ->> 'limit')::integer) then
-      perform queue._invalid('weight is above the limit', 'Such a job could never start.',
-        'item: ' || left(v_item::text, 200));
+      perform queue._invalid('weight is above the limit',
+        'Pass a weight of at most the limit and the rate.', 'item: ' || left(v_item::text, 200));
     end if;
     v_terms := v_terms || jsonb_strip_nulls(jsonb_build_object('rate', v_rate,
       'weight', nullif(v_weight, 1)));

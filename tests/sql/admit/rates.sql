@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(202);
+select plan(206);
 
 set pgdefer.notify = off;
 
@@ -551,6 +551,25 @@ select is((select f.args ->> 'name' from queue.fetch(:worker, array['unserved'])
 select is((select w.at > clock_timestamp() from queue.waiting w join queue.job j on j.id = w.id where j.queue = 'unserved'), true, 'then a time is set');
 select pg_temp.pass('1 hour');
 select is((select f.args ->> 'name' from queue.fetch(:worker, array['unserved']) f), 'b', 'at which the next one starts');
+select pg_temp.finish_all();
+-- A weight above the limit of its own entry is refused; a job that is heavier than the limit which applies runs alone.
+create function pg_temp.hint(call text) returns text language plpgsql as $$
+declare
+  v_hint text;
+begin
+  execute call;
+  return null;
+exception when invalid_parameter_value then
+  get stacked diagnostics v_hint = pg_exception_hint;
+  return v_hint;
+end $$;
+select is(pg_temp.hint($$select queue.defer('t', options => '{"concurrency": [{"key": "alone", "limit": 1, "weight": 2}]}')$$),
+  'Pass a weight of at most the limit and the rate.', 'too heavy for its own entry');
+select pg_temp.defer('a b', '[{"key": "alone", "limit": 2, "weight": 2}]'), queue.configure_key('alone', '{"limit": 1}') \g /dev/null
+select is(pg_temp.claim(), 'a', 'too heavy for the limit of configure_key: it starts');
+select is(pg_temp.claim(), null, 'and the next one waits');
+select pg_temp.finish_all();
+select is(pg_temp.claim(), 'b', 'until no other runs');
 select pg_temp.finish_all();
 -- JSON null counts as absent, here too.
 select isnt(queue.defer('t', options => '{"concurrency": [{"key": "null", "limit": null, "rate": {"limit": 1, "per": "1 day"}}]}'), null, 'a rate, and null as the limit');
