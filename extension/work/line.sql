@@ -8,7 +8,8 @@
 -- line. No decision about a job depends on a place: two workers that both believe to be first cost a fetch.
 -- Two sessions: work/line.races.spec.
 
--- Joins the line, or keeps its place; returns how many are ahead, at most 60, and at most 1 in the first 100 ms.
+-- Joins the line, or keeps its place; returns how many are ahead, at most 60, and at most 1 in the first
+-- 100 ms.
 -- Locks: its own row; rows of sessions that have gone, by skip locked.
 -- Why no wake-up is lost: see _leave_line.
 create or replace function queue._join_line(p_worker bigint, p_queues text[], p_options jsonb)
@@ -69,8 +70,8 @@ end $$;
 -- transaction commits before the later call, that call does not count it. Otherwise, if its transaction takes
 -- less than 100 ms, it began after the row became visible: it sees the row, and wakes that worker, which
 -- listens on its own channel by then. One that leaves in a longer transaction is like a frozen one: the
--- deputy takes its place. If the first two die or freeze together, the rest look every 10 to 30 s, each at its
--- own time; then before_sleep passes over sessions that have ended and workers that reap has given up.
+-- deputy takes its place. If the first two die or freeze together, the rest look every 10 to 30 s, each at
+-- its own time; then before_sleep passes over sessions that have ended and workers that reap has given up.
 create or replace function queue._leave_line(p_worker bigint, p_has_found boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
