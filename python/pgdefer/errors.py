@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import psycopg
@@ -42,6 +42,7 @@ __all__ = [
     "is_refused",
     "is_transient",
     "refused",
+    "refused_outcome",
     "sqlstate_of",
     "translate",
     "translated",
@@ -237,6 +238,23 @@ def refused(id: int, state: str | None, code: str) -> PgDeferError:
         hint = "move, retry and delete take a running job with force=True."
     detail = f"id: {id}" if state is None else f"id: {id}, state: {state}"
     return SQLSTATES.get(code, PgDeferError)(message, detail=detail, hint=hint.format(id=id))
+
+
+# Refusals of outcomes, in the words of queue.retry_later.
+_REFUSED_OUTCOMES = {
+    "QJ001": REFUSALS["QJ001"],
+    "QJ005": (
+        "the new need would create a dependency cycle",
+        "A job can't need itself, a job that needs it, or one that waits behind it for its lock.",
+    ),
+}
+
+
+def refused_outcome(needs: Sequence[int], code: str) -> PgDeferError:
+    """Return the error for an outcome; `needs` are those that it would have added."""
+    message, hint = _REFUSED_OUTCOMES.get(code, (f"the outcome was refused ({code})", ""))
+    detail = f"needs: {', '.join(map(str, needs))}" if needs else None
+    return SQLSTATES.get(code, PgDeferError)(message, detail=detail, hint=hint or None)
 
 
 def _original(error: BaseException) -> Any:

@@ -21,6 +21,7 @@ from pgdefer.errors import PgDeferError, describe, is_transient, sqlstate_of
 from pgdefer.worker import outcomes
 from pgdefer.worker.announcer import Announcer
 from pgdefer.worker.claim import Claim
+from pgdefer.worker.ending import refused
 
 __all__ = ["FATAL", "Completer", "may_be_taken_later", "outcomes_json"]
 
@@ -195,9 +196,7 @@ class Completer:
                 self.too_late.append((claim, outcome))
             elif not claim.is_refused:
                 claim.is_refused = True
-                refused = PgDeferError(f"the outcome was refused ({error}): {outcome[:1000]}")
-                options = {"retryable": False}
-                self.add(claim, outcomes.failed(id, number, refused, options))
+                self.add(claim, refused(claim.job, claim.failure_policy, outcome, error))
 
     async def announce_ends(self, connection: Connection) -> None:
         """Announce how the claims have ended whose outcomes came too late.

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from pgdefer._text import escaped, full_type_name, logger, traceback_of, type_name
-from pgdefer.errors import EncodeError, TransactionLost
+from pgdefer.errors import EncodeError, TransactionLost, refused_outcome
 from pgdefer.tasks.context import JobAborted, JobContext, JobTimeout, RetryLater
 from pgdefer.tasks.handling import FailurePolicy
 from pgdefer.worker import memory, outcomes
@@ -23,6 +23,7 @@ __all__ = [
     "failed",
     "is_late",
     "outcome_of",
+    "refused",
     "result_json",
     "stops_with",
     "success",
@@ -139,6 +140,12 @@ def timed_out(job: JobContext, policy: FailurePolicy | None, error: BaseExceptio
     else:
         late.__cause__ = error
     return failed(job, policy, late, "timed_out")
+
+
+def refused(job: JobContext, policy: FailurePolicy, outcome: str, code: str) -> str:
+    """Return the failure in place of an outcome whose needs the database has refused."""
+    needs = json.loads(outcome).get("needs") or []
+    return failed(job, policy, refused_outcome(needs, code))
 
 
 def failed(

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pgdefer import App, Decision, JobContext, Retry, RetryLater, current_job
+from pgdefer import App, BatchJob, Decision, JobContext, Retry, RetryLater, current_job
 
 from .conftest import Jobs, running, until
 
@@ -336,16 +336,27 @@ async def test_an_argument_with_a_uuid_in_a_lock(app: App, jobs: Jobs) -> None:
     assert {row["lock"] for row in rows} == {f"account:{account}"}
 
 
-async def test_an_outcome_that_asks_for_what_is_not_there(app: App, jobs: Jobs) -> None:
-    """The claim is not lost; otherwise the job would seem to run forever."""
+async def test_needs_that_the_database_refuses(app: App, jobs: Jobs) -> None:
+    """The claim is not lost; otherwise the job would seem to run forever. It fails, by its task."""
 
-    @app.task(name="t")
-    async def task() -> None:
+    @app.task(name="single", retry=Retry(2, base=dt.timedelta(0)))
+    async def single() -> None:
         raise RetryLater(needs=[10**9])
 
-    await task.defer_async()
+    @app.task(name="batch", batch=2, retry_on=OSError)
+    def batch(of: list[BatchJob[Any]]) -> list[RetryLater]:
+        return [RetryLater(needs=[job.id, 1]) for job in of]
+
+    await single.defer_async()
+    await batch.defer_async()
     async with running(app):
         await jobs.end()
-    (row,) = jobs()
-    assert (row["state"], row["reason"]) == ("failed", "not_retryable")
-    assert "QJ001" in row["error"]
+    ends = {
+        row["task"]: (row["reason"], row["attempts"], row["error"].partition(". ")[0])
+        for row in jobs()
+    }
+    cycle = "DependencyCycle: the new need would create a dependency cycle (needs: 2, 1)"
+    assert ends == {
+        "single": ("attempts", 2, "JobNotFound: job not found (needs: 1000000000)"),
+        "batch": ("not_retryable", 1, cycle),
+    }
