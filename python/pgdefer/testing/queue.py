@@ -25,6 +25,7 @@ from pgdefer.errors import JobCancelled, JobFailed
 from pgdefer.options import JobOptions, as_list
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.context import JobContext, running_job
+from pgdefer.tasks.task import Task
 from pgdefer.testing.asking import AskingQueue
 from pgdefer.testing.connections import (
     AsyncOverSync,
@@ -40,6 +41,7 @@ from pgdefer.testing.perform import Ended, TestsOwn, claimed, normal, perform, p
 from pgdefer.testing.standing_in import StandingIn
 from pgdefer.testing.statements import CHANGES, DEFERS, READS, CallsApart
 from pgdefer.testing.threads import threads_for
+from pgdefer.worker.ending import nearest, refused
 
 __all__ = ["TestQueue"]
 
@@ -316,8 +318,8 @@ class TestQueue(StandingIn, AskingQueue):
             ends = await perform_batch(batch, task, self.connection, self._threads, waits=waits)
         ran = []
         for one, ended in zip(jobs, ends, strict=True):
-            state = await self._finish(one.id, ended)
-            ran.append(RanJob(one.id, one.task, one.attempt, state, ended.result, ended.error))
+            state, error = await self._finish(one, task, ended)
+            ran.append(RanJob(one.id, one.task, one.attempt, state, ended.result, error))
         return ran
 
     async def _fetch(self, queues: list[str] | None, max_jobs: int, options: str | None) -> Rows:
@@ -334,14 +336,32 @@ class TestQueue(StandingIn, AskingQueue):
         self._worker = worker
         return rows
 
-    async def _finish(self, id: int, ended: Ended) -> str:
+    async def _finish(
+        self, job: JobContext, task: Task[..., Any], ended: Ended
+    ) -> tuple[str, BaseException | None]:
+        """Report how a handler ended; return the job's state, and its error."""
         if ended.outcome is None:
             await self._rehearse()  # a job that waits is settled by the next admission
-            ((state,),) = await self._call(sql.STATE, {"id": id})
-            return str(state)
-        outcomes = {"outcomes": f"[{ended.outcome}]"}
-        ((_, _, state, error),) = await self._call(sql.FINISH_MANY, outcomes)
-        return str(state or error)
+            ((state,),) = await self._call(sql.STATE, {"id": job.id})
+            return str(state), ended.error
+        state, code = await self._send(job, ended.outcome)
+        if code is None or code == "QJ002":
+            return str(state or code), ended.error
+        state, code = await self._send(job, refused(job, task.failure_policy, ended.outcome, code))
+        return str(state or code), job._error
+
+    async def _send(self, job: JobContext, outcome: str) -> tuple[str | None, str | None]:
+        """Send an outcome, or the closest one that the database can store, as a worker does."""
+        errors: list[Exception] = []
+        for text in nearest(job, outcome, "UTF8"):
+            try:
+                rows = await self._call(sql.FINISH_MANY, {"outcomes": f"[{text}]"})
+            except Exception as error:
+                errors.append(error)
+            else:
+                ((_, _, state, code),) = rows
+                return state, code
+        raise errors[0]
 
 
 def _without_django(connection: Any) -> CallersConnection:

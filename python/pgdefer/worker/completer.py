@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import psycopg
@@ -17,11 +17,11 @@ import psycopg
 from pgdefer._text import logger
 from pgdefer.database import sql
 from pgdefer.database.connection import Connection, ConnectionLost
-from pgdefer.errors import PgDeferError, describe, is_transient, sqlstate_of
+from pgdefer.errors import describe, is_transient, sqlstate_of
 from pgdefer.worker import outcomes
 from pgdefer.worker.announcer import Announcer
 from pgdefer.worker.claim import Claim
-from pgdefer.worker.ending import refused
+from pgdefer.worker.ending import nearest, refused
 
 __all__ = ["FATAL", "Completer", "may_be_taken_later", "outcomes_json"]
 
@@ -137,7 +137,7 @@ class Completer:
         No outcome is sent forever: if none is accepted, a lease ends the claim as crashed.
         """
         job = claim.job
-        for text in self._nearest(connection, claim, outcome):
+        for text in nearest(job, outcome, connection.encoding):
             try:
                 await self.send(connection, [(claim, text)])
             except psycopg.Error as error:
@@ -153,29 +153,6 @@ class Completer:
         with contextlib.suppress(psycopg.Error):
             await connection.call(sql.EXTEND, id=job.id, claim=job.claim, lease="1 s")
         return False
-
-    def _nearest(self, connection: Connection, claim: Claim, outcome: str) -> Iterator[str]:
-        """Yield an outcome, and then those that can be sent in its place."""
-        job = claim.job
-        yield outcome
-        undecided = outcomes.without_decision(outcome)
-        if undecided is not None:
-            outcome, decision = undecided
-            said = "%r fails without its decision: %s"
-            log.error(said, job, decision[:1000], extra=job._log_fields())
-            yield outcome
-        bare = outcomes.without_steps(outcome)
-        if bare != outcome:
-            yield bare
-            outcome = bare
-        note = outcomes.without_result(outcome, job.id, job.claim)
-        if note is not None:
-            yield note
-        else:
-            for encoding in (connection.encoding, "ASCII"):
-                yield outcomes.storable_in(outcome, encoding)
-        unstorable = PgDeferError("the outcome can't be stored")
-        yield outcomes.failed(job.id, job.claim, unstorable)
 
     def _may_be_taken_later(self, claim: Claim, error: psycopg.Error) -> bool:
         code = sqlstate_of(error) or ""

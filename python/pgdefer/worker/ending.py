@@ -1,6 +1,6 @@
 """Turns the end of a handler into an outcome.
 
-Tests: unit/test_executor.py, integration/test_failures.py.
+Tests: unit/test_executor.py, integration/test_failures.py, integration/test_worker_outcomes.py.
 """
 
 from __future__ import annotations
@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from pgdefer._text import escaped, full_type_name, logger, traceback_of, type_name
-from pgdefer.errors import EncodeError, TransactionLost, refused_outcome
+from pgdefer.errors import EncodeError, PgDeferError, TransactionLost, refused_outcome
 from pgdefer.tasks.context import JobAborted, JobContext, JobTimeout, RetryLater
 from pgdefer.tasks.handling import FailurePolicy
 from pgdefer.worker import memory, outcomes
@@ -22,6 +23,7 @@ __all__ = [
     "TIMED_OUT",
     "failed",
     "is_late",
+    "nearest",
     "outcome_of",
     "refused",
     "result_json",
@@ -172,3 +174,26 @@ def failed(
     if outcome is not None:
         options["outcome"] = outcome
     return outcomes.failed(job.id, job.claim, error, options)
+
+
+def nearest(job: JobContext, outcome: str, encoding: str) -> Iterator[str]:
+    """Yield an outcome, and then those that can be sent in its place to a database's encoding."""
+    yield outcome
+    undecided = outcomes.without_decision(outcome)
+    if undecided is not None:
+        outcome, decision = undecided
+        said = "%r fails without its decision: %s"
+        log.error(said, job, decision[:1000], extra=job._log_fields())
+        yield outcome
+    bare = outcomes.without_steps(outcome)
+    if bare != outcome:
+        yield bare
+        outcome = bare
+    note = outcomes.without_result(outcome, job.id, job.claim)
+    if note is not None:
+        yield note
+    else:
+        for each in (encoding, "ASCII"):
+            yield outcomes.storable_in(outcome, each)
+    unstorable = PgDeferError("the outcome can't be stored")
+    yield outcomes.failed(job.id, job.claim, unstorable)

@@ -16,7 +16,16 @@ import sqlalchemy as sa
 from sqlalchemy import orm
 from sqlalchemy.ext import asyncio as sa_async
 
-from pgdefer import AlreadyQueued, App, Retry, RetryLater, Worker, current_job
+from pgdefer import (
+    AlreadyQueued,
+    App,
+    Decision,
+    JobNotFound,
+    Retry,
+    RetryLater,
+    Worker,
+    current_job,
+)
 from pgdefer.testing import CommittedTestQueue, MemoryQueue, TestQueue, fake_job
 from support import url_of
 
@@ -540,6 +549,31 @@ def test_a_handler_that_yields(shop: Shop, queue: TestQueue) -> None:
     queue.travel(hours=2)
     queue.run()
     assert job.result() == "done"
+
+
+@pytest.mark.parametrize("batch", [None, 2])
+def test_outcomes_that_the_database_refuses(
+    shop: Shop, queue: TestQueue, batch: int | None
+) -> None:
+    """They are replaced as a worker replaces them."""
+
+    @shop.app.task(name="needs", batch=batch, retry=Retry(2, base=dt.timedelta(hours=1)))
+    def needs(*jobs: Any) -> Any:
+        raise RetryLater(needs=[10**9])
+
+    @shop.app.task(name="decides", batch=batch, decide=lambda *_: Decision(queue="a*"))
+    def decides(*jobs: Any) -> Any:
+        raise ValueError("the handler's")
+
+    shop.app.defer("needs")
+    shop.app.defer("decides", retry=Retry(1))
+    first, second = queue.run(raise_errors=False)
+    assert (first.state, type(first.error)) == ("scheduled", JobNotFound)
+    assert (second.state, str(second.error)) == ("failed", "the handler's")
+    queue.travel(days=1)
+    with pytest.raises(JobNotFound, match="needs: 1000000000"):
+        queue.run()
+    assert {job.error for job in queue.deferred("decides")} == {"ValueError: the handler's"}
 
 
 def test_a_real_worker(shop: Shop, dsn: str) -> None:
