@@ -21,6 +21,7 @@ from pgdefer.client.client import Client
 from pgdefer.database.callers import CallersConnection, is_django
 from pgdefer.database.execute import execute
 from pgdefer.database.execute_async import execute_async
+from pgdefer.database.own_threads import has_running_loop
 from pgdefer.errors import ClaimLost, JobNotFound
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.context import (
@@ -112,14 +113,24 @@ async def perform(
     except BaseException as error:
         if suspension(error, job.steps) is not None:
             return Ended(None)
-        is_aborted = isinstance(error, asyncio.CancelledError) and job._abort_reason is not None
-        if not is_aborted and not isinstance(error, Exception | JobTimeout):
+        if not _ends_job(error):
             raise
         return Ended(outcome_of(job, task.failure_policy, error), error=error)
     finally:
         leave_job(token)
         if inspect.getcoroutinestate(run) == inspect.CORO_CREATED:
             run.close()  # if this test was cancelled, a function may still run in its thread
+
+
+def _ends_job(error: BaseException) -> bool:
+    """Whether what a handler raised ends its job; otherwise it ends the test's run."""
+    if isinstance(error, asyncio.CancelledError):
+        return not (has_running_loop() and _is_cancelled(asyncio.current_task()))
+    return isinstance(error, Exception | JobTimeout | SystemExit)
+
+
+def _is_cancelled(task: asyncio.Task[Any] | None) -> bool:
+    return task is not None and task.cancelling() > 0
 
 
 class _HasFailures(Exception):  # noqa: N818
@@ -147,7 +158,11 @@ async def perform_batch(
                 context = contextvars.copy_context()
                 call = functools.partial(run_batch, task, jobs, _decoded)
                 outcomes = await threads.call(call) if waits else context.run(call)
-            if any(job._error is not None for job in jobs):
+            errors = [job._error for job in jobs if job._error is not None]
+            for error in errors:
+                if not _ends_job(error):
+                    raise error
+            if errors:
                 raise _HasFailures
     return [
         Ended(outcome, None if isinstance(job.result, RetryLater) else job.result, job._error)
@@ -203,7 +218,9 @@ async def _repeated(job: JobContext, test: TestsOwn) -> AsyncIterator[None]:
     with test.apart.recorded():
         try:
             yield
-        except (Exception, JobTimeout, BaseExceptionGroup, JobSuspended) as error:
+        except BaseException as error:
+            if not (_ends_job(error) or isinstance(error, BaseExceptionGroup | JobSuspended)):
+                raise
             if suspension(error, job.steps) is not None and test.apart.has_transaction:
                 raise Misuse(
                     "a transactional task has waited after a transaction of its steps or children, "

@@ -164,6 +164,54 @@ async def test_an_asynchronous_test(shop: Shop, queue: TestQueue) -> None:
     assert await job.result_async() == "Ann has deferred 2"
 
 
+BROKEN: dict[str, BaseException] = {
+    "SystemExit: 3": SystemExit(3),
+    "CancelledError: own": asyncio.CancelledError("own"),
+}
+
+
+@pytest.mark.parametrize("said", BROKEN)
+@pytest.mark.parametrize("options", [{}, {"batch": 2}, {"transactional": True}], ids=str)
+async def test_what_ends_a_job_as_in_a_worker(
+    shop: Shop, queue: TestQueue, options: dict[str, Any], said: str
+) -> None:
+    @shop.app.task(name="function", retry=Retry(1), **options)
+    def function(*_: Any) -> None:
+        raise BROKEN[said]
+
+    @shop.app.task(name="coroutine", retry=Retry(1), **options)
+    async def coroutine(*_: Any) -> None:
+        raise BROKEN[said]
+
+    for task in (function, coroutine):
+        shop.app.defer(task.name)
+        (ran,) = await queue.run_async(raise_errors=False)
+        assert (ran.state, ran.error) == ("failed", BROKEN[said])
+        shop.app.defer(task.name)
+        (ran,) = queue.run(raise_errors=False)
+        assert (ran.state, ran.error) == ("failed", BROKEN[said])
+    assert {job.error for job in queue.deferred()} == {said}
+
+
+@pytest.mark.parametrize("options", [{}, {"batch": 2}], ids=str)
+async def test_what_ends_a_run(shop: Shop, queue: TestQueue, options: dict[str, Any]) -> None:
+    @shop.app.task(name="interrupted", **options)
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    @shop.app.task(name="long", **options)
+    async def long(*_: Any) -> None:
+        await asyncio.sleep(60)
+
+    shop.app.defer("interrupted")
+    with pytest.raises(KeyboardInterrupt):
+        queue.run(raise_errors=False)
+    shop.app.defer("long")
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await queue.run_async(raise_errors=False)
+
+
 async def test_a_run_that_is_cancelled(shop: Shop, queue: TestQueue) -> None:
     begun, end = threading.Event(), threading.Event()
 

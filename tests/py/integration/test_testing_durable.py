@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 from collections.abc import Iterator
 from typing import Any
@@ -193,8 +194,16 @@ NOTE = "insert into note values (%(id)s)"
 class Waits:
     """Transactional tasks that wait, fail and have steps."""
 
-    def __init__(self, app: App, maker: Any = True, note: Any = NOTE) -> None:
+    def __init__(
+        self,
+        app: App,
+        maker: Any = True,
+        note: Any = NOTE,
+        *,
+        first: type[BaseException] = ValueError,
+    ) -> None:
         self.calls: list[str] = []
+        self.first = first
 
         @app.task(name="waits", transactional=maker, retry=Retry(2, base=dt.timedelta(0)))
         def waits(connection: Any) -> list[Any]:
@@ -203,7 +212,7 @@ class Waits:
             job.step("once", self.calls.append, "once")
             job.step(lazy=True)(self.lazy)()
             if job.attempt == 1 and self.calls.count("lazy") == 1:
-                raise ValueError("first")
+                raise self.first
             job.sleep("nap", dt.timedelta(hours=1))
             job.progress(50)
             return [job.step("tries", self.twice, retry=Retry(3)), job.wait_for("go")]
@@ -215,7 +224,7 @@ class Waits:
             await job.step_async("once", self.calls.append, "once")
             await job.step_async(lazy=True)(self.lazy_async)()
             if job.attempt == 1 and self.calls.count("lazy") == 1:
-                raise ValueError("first")
+                raise self.first
             await job.sleep_async("nap", dt.timedelta(hours=1))
             await job.progress_async(50)
             tried = await job.step_async("tries", self.twice, retry=Retry(3))
@@ -243,8 +252,11 @@ CALLS = ["once", "lazy", "tries", "tries"]
 
 
 @pytest.mark.parametrize("name", ["waits", "waits_async"])
-def test_a_transactional_task_waits(shop: Shop, queue: TestQueue, name: str) -> None:
-    waits = Waits(shop.app)
+@pytest.mark.parametrize("first", [ValueError, SystemExit, asyncio.CancelledError])
+def test_a_transactional_task_waits(
+    shop: Shop, queue: TestQueue, name: str, first: type[BaseException]
+) -> None:
+    waits = Waits(shop.app, first=first)
     job = shop.app.defer(name)
     ran = queue.run()
     queue.travel(hours=1)
