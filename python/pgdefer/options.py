@@ -333,9 +333,12 @@ def checked_option(name: str, value: Any) -> Any:
 
 
 def checked_mapping(name: str, value: object) -> dict[str, Any]:
-    """Return a mapping as a dict. Raises TypeError that names it."""
+    """Return a mapping of names as a dict. Raises TypeError that names it."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping, not {value!r}")
+    for key in value:
+        if not isinstance(key, str):
+            raise TypeError(f"the names in {name} must be text, not {key!r}")
     return dict(value)
 
 

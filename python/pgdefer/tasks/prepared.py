@@ -14,7 +14,7 @@ from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
 from pgdefer.client.client import Client, client_here
 from pgdefer.database.callers import CallersConnection, check_given
 from pgdefer.errors import Naming
-from pgdefer.options import DeferOptions, JobOptions, as_list
+from pgdefer.options import DeferOptions, JobOptions, as_list, checked_mapping
 from pgdefer.tasks.context import running_job
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.option_checks import check_options
@@ -79,8 +79,7 @@ def in_context(task: str, options: JobOptions, client: Client, *, is_child: bool
     if is_child and (job := running_job()) is not None and job.client is client:
         rest["parent"] = job.id
     if client.headers is not None and (headers := client.headers(task)):
-        if not isinstance(headers, Mapping):
-            raise TypeError(f"App(headers=...) must return a mapping, not {headers!r}")
+        checked_mapping("what App(headers=...) returns", headers)
         defaults = client.defaults.get(task)
         registered = defaults.options.get("headers", {}) if defaults is not None else {}
         rest["headers"] = {**registered, **headers, **rest.get("headers", {})}

@@ -88,6 +88,8 @@ class ClaimedJob(JobContext):
             error = PgDeferError(error)
         elif not isinstance(error, BaseException):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
+        if not isinstance(decision, Decision | None):
+            raise TypeError(f"decision must be a Decision(...) or None, not {decision!r}")
         options = None if decision is None else decision.as_options()
         self._claim.job._error = error
         outcome = outcomes.failed(self.id, self.claim, error, options, said)

@@ -219,6 +219,8 @@ def test_what_cannot_be_an_end(app: App, jobs: Jobs) -> None:
         for nothing in (None, ValueError):
             with pytest.raises(TypeError, match="must be a text or an exception"):
                 job.fail(nothing)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"must be a Decision\(\.\.\.\) or None, not 5"):
+            job.fail("no", 5)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match="for retry_later"):
             job.succeed(RetryLater())
         job.release()

@@ -168,6 +168,15 @@ AT_DEFER: dict[str, tuple[Callable[[App], object], str]] = {
     ),
     "no idempotency key": (job(unique_for=HOUR), "Say by idempotency_key"),
     "a lock's field": (job(lock="c:{id}"), "Every {field} must be a text, number or boolean"),
+    "a number as argument's name": (
+        lambda app: app.defer("greet", {1: 2}),  # type: ignore[dict-item]
+        "the names in args must be text, not 1",
+    ),
+    "a number as argument's name of a prepared job": (
+        lambda app: app.prepare("greet", {(1,): 2}),  # type: ignore[dict-item]
+        "the names in args must be text, not (1,)",
+    ),
+    "a number as header's name": (job(headers={1: "x"}), "the names in headers must be text"),
     "keys of concurrency": (job(concurrency=[{"kee": 1}]), "Known keys: key, limit, rate, weight"),
     "no group": (job(group="none"), "Open it first by queue.open_group"),
 }
@@ -234,6 +243,14 @@ MANAGING: dict[str, tuple[Callable[[App], object], str]] = {
     "a list of arguments": (
         lambda app: app.job(1).set_args([1]),  # type: ignore[arg-type]
         "args must be a mapping, not [1]",
+    ),
+    "a number as argument's name": (
+        lambda app: app.job(1).set_args({1: 2}),  # type: ignore[dict-item]
+        "the names in args must be text, not 1",
+    ),
+    "a number as argument's name of a schedule": (
+        lambda app: app.schedule("nightly", "@daily", "t", args={1: 2}),  # type: ignore[dict-item]
+        "the names in args must be text, not 1",
     ),
     "days as retain": (
         lambda app: app.publish("paid", retain=30),  # type: ignore[arg-type]

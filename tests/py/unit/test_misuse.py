@@ -6,6 +6,7 @@ import collections
 import datetime as dt
 import functools
 import math
+import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -566,9 +567,16 @@ def test_what_is_json_is_not_encoded_otherwise(app: App, kind: type[Any]) -> Non
         app.codec.register(kind, "mine", str, str)
 
 
-def test_headers_are_a_mapping() -> None:
-    app = App(NOWHERE, headers=lambda task: ["trace"])  # type: ignore[return-value, arg-type]
-    with pytest.raises(TypeError, match=r"App\(headers=\.\.\.\) must return a mapping, not"):
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["trace"], "what App(headers=...) returns must be a mapping, not ['trace']"),
+        ({1: "trace"}, "the names in what App(headers=...) returns must be text, not 1"),
+    ],
+)
+def test_headers_are_a_mapping_of_names(given: Any, said: str) -> None:
+    app = App(NOWHERE, headers=lambda _: given)
+    with pytest.raises(TypeError, match=re.escape(said)):
         app.defer("t")
 
 
