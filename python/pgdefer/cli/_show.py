@@ -42,6 +42,8 @@ STYLES = {
     "paused": "yellow",
     "dead": "red",
 }
+# What may have several lines; a newline in a name is escaped.
+PROSE = ("description", "error", "message", "result")
 STATE_COLUMNS = ("state", "status", "reason", "paused", "is_dead")
 
 
@@ -281,14 +283,13 @@ def record(values: Mapping[str, Any], *, full: bool = False) -> None:
             text = "\n".join(map(escaped, lines))
             out.print(label, Text(text), sep="", soft_wrap=True)
         elif isinstance(value, str) and not full:
-            lines = value.split("\n")
+            lines = value.split("\n") if key in PROSE else [value]
             text = "\n".join(escaped(short(line, 2000)) for line in lines[:50])
             text += f"\n… {len(lines)} lines" if len(lines) > 50 else ""
             out.print(label, Text(text, style=_style(key, value)), sep="", soft_wrap=True)
         elif isinstance(value, str):
-            out.print(
-                label, Text("\n".join(map(escaped, value.split("\n")))), sep="", soft_wrap=True
-            )
+            lines = value.split("\n") if key in PROSE else [value]
+            out.print(label, Text("\n".join(map(escaped, lines))), sep="", soft_wrap=True)
         else:
             text = moment(value) if isinstance(value, dt.datetime) else cell(value)
             out.print(label, Text(text), sep="", soft_wrap=True)

@@ -273,6 +273,14 @@ def test_showing(run: Run, conn: PsycopgConnection, claim: Claim) -> None:
     assert run("job", "why", 99).code == Exit.NOT_FOUND
 
 
+@pytest.mark.parametrize("options", [[], ["--full"]])
+def test_only_prose_has_several_lines(run: Run, options: list[str]) -> None:
+    id = defer(run, "t\nstate: succeeded", "--lock", "a\nb")
+    run("job", "fail", id, "-m", "went\nwrong", "-y")
+    lines = run("job", "show", id, *options).out.splitlines()
+    assert {"task: t\\nstate: succeeded", "lock: a\\nb", "error: went", "wrong"} <= {*lines}
+
+
 def test_large_args(run: Run, conn: PsycopgConnection, jobs: Jobs) -> None:
     done = run("defer", "t", "-", input=json.dumps({"data": "0123456789" * 1_000_000}))
     id = int(done.out)
