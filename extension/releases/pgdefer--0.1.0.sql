@@ -114,13 +114,11 @@ begin
 end $$;
 
 -- Raises: QJ004, always.
-create or replace function queue._already_queued(id bigint, queueing_lock text)
+create or replace function queue._already_queued(id bigint, queueing_lock text, hint text)
 returns void language plpgsql volatile parallel safe security invoker as $$
 begin
   raise exception using errcode = 'QJ004', message = 'already queued',
-    detail = format('id: %s, queueing_lock: %s', id, queueing_lock),
-    hint = 'Another job with this queueing_lock waits. Pass options {"on_conflict": "ignore"} or "replace",'
-      ' or continue without it.';
+    detail = format('id: %s, queueing_lock: %s', id, queueing_lock), hint = hint;
 end $$;
 
 -- Raises: QJ004, always. It does not name the job, which is in a queue that the caller may not use.
@@ -2499,7 +2497,8 @@ begin
     if not v_job.is_new and p_key <> '' then
       perform queue._key_taken(p_key);
     elsif not v_job.is_new then
-      perform queue._already_queued(p_id, v_job.queueing_lock);
+      perform queue._already_queued(p_id, v_job.queueing_lock,
+        'A job in a queue that you may not use has this queueing_lock. Pass another one.');
     end if;
     perform queue._queue_not_allowed(v_job.queue, v_allowed);
   end if;
@@ -4076,6 +4075,18 @@ begin
   return v_options;
 end $$;
 
+-- Refuses a parent in checked options that are for many jobs: once that job was removed, each use of them
+-- would fail.
+-- Raises: 22023.
+create or replace function queue._check_no_parent(options jsonb)
+returns void language plpgsql immutable parallel safe security invoker as $$
+begin
+  if options ? 'parent' then
+    perform queue._invalid('parent belongs to a single job',
+      'Pass it in the options of queue.defer, with each job.', 'parent: ' || (options ->> 'parent'));
+  end if;
+end $$;
+
 -- How long to keep a job by its outcome: an object of intervals as they were given, with those that are null
 -- left out. The text of an interval would depend on the setting IntervalStyle, and schedule compares.
 -- Raises: 22023.
@@ -4153,8 +4164,8 @@ begin
     perform queue._check_rate(v_rate);
     v_weight := coalesce((v_item ->> 'weight')::integer, 1);
     if v_weight > least((v_item ->> 'limit')::integer, (v_rate ->> 'limit')::integer) then
-      perform queue._invalid('weight is above the limit', 'Such a job could never start.',
-        'item: ' || left(v_item::text, 200));
+      perform queue._invalid('weight is above the limit',
+        'Pass a weight of at most the limit and the rate.', 'item: ' || left(v_item::text, 200));
     end if;
     v_terms := v_terms || jsonb_strip_nulls(jsonb_build_object('rate', v_rate,
       'weight', nullif(v_weight, 1)));
@@ -4317,6 +4328,7 @@ begin
   perform queue._check_name(t.key, v_defaults ->> t.key), queue._check_template(t.key, v_defaults ->> t.key)
   from unnest('{lock,queueing_lock}'::text[]) t (key) where v_defaults ->> t.key <> '';
   v_options := queue._check_options(v_defaults - (array['queue', 'priority', 'lock', 'queueing_lock', 'deadline', 'concurrency_key', 'concurrency_limit'] || '{function,sensitive}'::text[]));
+  perform queue._check_no_parent(v_options);
   select k.keys, k.limits, k.terms into v_keys, v_limits, v_terms
   from queue._check_concurrency(v_defaults ->> 'concurrency_key',
     (v_defaults ->> 'concurrency_limit')::integer, v_options -> 'concurrency') k;
@@ -4355,8 +4367,9 @@ end $$;
 comment on function queue.register_task(text, jsonb) is
   'Sets the task''s defaults, which defer uses for arguments that are NULL: queue, priority, lock,'
     ' queueing_lock, deadline (an interval from the time of deferring), concurrency_key, concurrency_limit'
-    ' and every key of options. function: the schema.name of a database function that takes the args as one'
-    ' jsonb and runs the task (queue.work, queue.run_function); only the owner of the queue may set it.'
+    ' and every key of options but parent. function: the schema.name of a database function that takes the'
+    ' args as one jsonb and runs the task (queue.work, queue.run_function); only the owner of the queue may'
+    ' set it.'
     ' sensitive: a list of paths to args that nobody reads but the owner and workers: card.number,'
     ' cards[*].number; all others read ***, also in jobs already deferred, and may add paths but not remove'
     ' any.'
@@ -4445,7 +4458,11 @@ begin
               where j.id = v_holder and p_scheduled_at is not null))));
           return -v_holder;
         else
-          perform queue._already_queued(v_holder, p_key);
+          perform queue._already_queued(v_holder, p_key, case p_on_conflict
+            when 'replace' then 'The job with this queueing_lock runs, and "replace" changes only one that'
+              ' waits. Pass options {"on_conflict": "ignore"}, or call again when it has ended.'
+            else 'Another job has this queueing_lock. Pass options {"on_conflict": "ignore"}, or "replace" to'
+              ' change it while it waits, or continue without it.' end);
       end case;
     end if;
   end loop;
@@ -6494,7 +6511,7 @@ end $$;
 comment on function queue.schedule(text, text, text, jsonb, text, jsonb) is
   'Defers a job at each run of a cron expression in a time zone, with scheduled_for in its args. Calling'
     ' it again with the same arguments has no effect; others take effect at once. Returns the next run, NULL'
-    ' if disabled. options: those of defer, queue, priority, lock, queueing_lock, concurrency_key,'
+    ' if disabled. options: those of defer but parent, queue, priority, lock, queueing_lock, concurrency_key,'
     ' concurrency_limit, deadline (an interval from the time of the run), and catch_up (none | latest |'
     ' all), max_delay (1 second to 4,000 years), overlap (allow | skip), enabled, source.';
 
@@ -6649,12 +6666,14 @@ begin
       perform queue._fill(v_key, v_options ->> v_key, v_args);
     end if;
   end loop;
-  -- the task may have a limit by the time of a run
+  -- the task may have a limit by the time of a run, or an idempotency_key for unique_for
   perform queue._check_concurrency(v_options ->> 'concurrency_key',
     coalesce((v_options ->> 'concurrency_limit')::integer, 1), v_options -> 'concurrency');
   perform queue._fill('concurrency_key', c ->> 'key', v_args)
     from jsonb_array_elements(v_options -> 'concurrency') c;
-  return v_options || queue._check_options(v_options - (v_names || queue._schedule_keys()));
+  v_options := v_options || queue._check_options(v_options - (v_names || queue._schedule_keys()));
+  perform queue._check_no_parent(v_options);
+  return v_options;
 end $$;
 
 -- Raises: 22023, always.
@@ -12801,7 +12820,8 @@ end $$;
 -- line. No decision about a job depends on a place: two workers that both believe to be first cost a fetch.
 -- Two sessions: work/line.races.spec.
 
--- Joins the line, or keeps its place; returns how many are ahead, at most 60, and at most 1 in the first 100 ms.
+-- Joins the line, or keeps its place; returns how many are ahead, at most 60, and at most 1 in the first
+-- 100 ms.
 -- Locks: its own row; rows of sessions that have gone, by skip locked.
 -- Why no wake-up is lost: see _leave_line.
 create or replace function queue._join_line(p_worker bigint, p_queues text[], p_options jsonb)
@@ -12862,8 +12882,8 @@ end $$;
 -- transaction commits before the later call, that call does not count it. Otherwise, if its transaction takes
 -- less than 100 ms, it began after the row became visible: it sees the row, and wakes that worker, which
 -- listens on its own channel by then. One that leaves in a longer transaction is like a frozen one: the
--- deputy takes its place. If the first two die or freeze together, the rest look every 10 to 30 s, each at its
--- own time; then before_sleep passes over sessions that have ended and workers that reap has given up.
+-- deputy takes its place. If the first two die or freeze together, the rest look every 10 to 30 s, each at
+-- its own time; then before_sleep passes over sessions that have ended and workers that reap has given up.
 create or replace function queue._leave_line(p_worker bigint, p_has_found boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -13861,13 +13881,16 @@ exception when invalid_parameter_value then
   return jsonb_build_object('__pgdefer__', 'unencodable', 'value', 'JSON that is too large');
 end $$;
 
--- Raises: 22023 if it is not a list.
+-- Raises: 22023 if it is not a list of objects.
 create or replace function queue._check_is_list(p_outcomes jsonb)
 returns void language plpgsql stable parallel safe security invoker as $$
 begin
   if jsonb_typeof(p_outcomes) is distinct from 'array' then
     perform queue._invalid('outcomes must be a JSON array',
       'Pass [{"id": number, "claim": number, "outcome": text, ...}, ...].');
+  elsif exists (select from jsonb_array_elements(p_outcomes) o where jsonb_typeof(o) <> 'object') then
+    perform queue._invalid('an outcome must be a JSON object',
+      'Each needs {"id": number, "claim": number, "outcome": text}.');
   end if;
 end $$;
 
@@ -14139,7 +14162,7 @@ begin
   end if;
   perform queue._check_retry(options -> 'retry') where v_options ? 'retry';
   perform queue._check_name('fingerprint', v_options ->> 'fingerprint') where v_options ? 'fingerprint';
-  perform queue._timestamp('deadline', v_options -> 'deadline');
+  perform queue._check_moment('deadline', queue._timestamp('deadline', v_options -> 'deadline'), true);
   perform queue._interval('deadline_in', v_options -> 'deadline_in');
   perform queue._check_fail_options(v_options - '{retry,deadline,deadline_in,fingerprint}'::text[]);
 end $$;
@@ -16938,9 +16961,10 @@ begin
   if coalesce(v_options -> 'order', '"mixed"') not in ('"mixed"', '"listed"') then
     perform queue._invalid('order is not one of its values', 'Allowed: mixed, listed.',
       'order: ' || (v_options ->> 'order'));
-  elsif coalesce(jsonb_typeof(v_options -> 'tasks'), 'array') <> 'array'
-    or coalesce(jsonb_typeof(v_options -> 'ids'), 'array') <> 'array' then
-    perform queue._invalid('tasks and ids must be lists', 'Pass JSON arrays.');
+  elsif coalesce(jsonb_typeof(v_options -> 'tasks'), 'array') <> 'array' then
+    perform queue._invalid('tasks must be a list', 'Pass a JSON array.');
+  elsif coalesce(jsonb_typeof(v_options -> 'ids'), 'array') <> 'array' then
+    perform queue._invalid('ids must be a list', 'Pass a JSON array.');
   elsif exists (select from jsonb_array_elements(v_options -> 'tasks') t
     where jsonb_typeof(t) <> 'string') then
     perform queue._invalid('tasks must be names', 'Pass JSON strings.');
@@ -18133,7 +18157,7 @@ declare
   v_due timestamptz;
   v_ahead integer := 0;
 begin
-  perform queue._check_are_few(queues);
+  perform queue._check_are_few(queues), queue._check_asked(queues), queue._check_sleep_options(options);
   if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_worker(before_sleep.worker);
     queues := queue._narrow_queues('{worker}', queues);
@@ -18277,13 +18301,25 @@ begin
         where w.key = r.key and w.lane = r.lane and left(w.reason, 4) = 'slot' and w.task = any (p_tasks))));
 end $$;
 
+-- Checks the options of before_sleep, before that takes a lock: those of a session outlive a refusal.
+-- Raises: 22023.
+create or replace function queue._check_sleep_options(p_options jsonb)
+returns void language plpgsql stable parallel unsafe security invoker as $$
+begin
+  perform queue._check_keys('options', p_options, array['tasks', 'deadline_within', 'in_line', 'busy']);
+  if jsonb_typeof(p_options -> 'in_line') <> 'boolean' or jsonb_typeof(p_options -> 'busy') <> 'boolean' then
+    perform queue._invalid('in_line and busy must be true or false', 'Pass a JSON boolean.');
+  end if;
+  perform queue._selection(p_options - '{in_line,busy}'::text[]);
+end $$;
+
 -- Whether no job of these queues can start by itself: none is ready (which includes jobs that a rate,
 -- max_running or a key holds back, and crashed ones that must run alone), nothing is due, no committed job is
 -- still to be admitted, and no claim is still to be reaped. p_due: the last result of _next_due. If that is
 -- now, it checks whose jobs are due, so that steady commits to other queues do not keep a worker: it reads
 -- the first 1,000, and if there are more the queues are not drained, because fetch admits them.
--- p_options: those of before_sleep.
--- Locks: none. Raises: 22023.
+-- p_options: those of before_sleep, checked.
+-- Locks: none.
 create or replace function queue._is_drained(p_queues text[], p_options jsonb, p_due timestamptz)
 returns boolean language plpgsql stable parallel unsafe security invoker as $$
 declare
@@ -18292,19 +18328,9 @@ declare
   v_tasks text[];
   v_before timestamptz;
 begin
-  if p_options is not null then
-    perform queue._check_keys('options', p_options, array['tasks', 'deadline_within', 'in_line', 'busy']);
-    if coalesce(jsonb_typeof(p_options -> 'tasks'), 'array') not in ('array', 'null') then
-      perform queue._invalid('tasks must be a list', 'Pass a JSON array.');
-    elsif jsonb_typeof(p_options -> 'tasks') = 'array' then
-      v_tasks := array(select t from jsonb_array_elements_text(p_options -> 'tasks') t);
-    end if;
-    if jsonb_typeof(p_options -> 'in_line') <> 'boolean'
-      or jsonb_typeof(p_options -> 'busy') <> 'boolean'
-    then
-      perform queue._invalid('in_line and busy must be true or false', 'Pass a JSON boolean.');
-    end if;
-    v_before := v_now + queue._interval('deadline_within', p_options -> 'deadline_within');
+  v_before := v_now + queue._interval('deadline_within', p_options -> 'deadline_within');
+  if jsonb_typeof(p_options -> 'tasks') = 'array' then
+    v_tasks := array(select t from jsonb_array_elements_text(p_options -> 'tasks') t);
   end if;
   if p_queues is not null then
     v_queues := queue._match_queues(p_queues);
