@@ -584,7 +584,8 @@ create table queue.rate_start (
 -- the first job of a lane that waits for a key's rate: when the rate allows more starts; weight: how many
 -- slots of the key it takes, NULL for 1; moves: how often the job has changed lines, if it has several keys
 -- (key is the first full one), else NULL; reserved: the keys of which it has reserved slots; moves then also
--- counts the looks at its key (admit/reserve.sql); task: the job's. For the weight of a parked job see _park (admit/gates.sql).
+-- counts the looks at its key (admit/reserve.sql); task: the job's. For the weight of a parked job see _park
+-- (admit/gates.sql).
 create table queue.waiting (
   id bigint not null,
   at timestamptz,
