@@ -46,7 +46,9 @@ class JobContext(DurableCalls, AsyncDurableCalls):
         "_abort_reason",
         "_args",
         "_error",
+        "_goes_back",
         "_headers",
+        "_is_recalled",
         "_late_at",
         "_row",
         "_stored",
@@ -103,6 +105,8 @@ class JobContext(DurableCalls, AsyncDurableCalls):
         self._args: dict[str, Any] | None = None
         self._abort_reason: str | None = None
         self._error: BaseException | None = None
+        # Whether it is to go back if its handler waits for a connection; and whether it does go.
+        self._is_recalled = self._goes_back = False
         # When its timeout passes, for a handler that may keep the worker from noticing that.
         self._late_at: float | None = None
         #: The handler's return value, for the middleware around it.

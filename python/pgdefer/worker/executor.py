@@ -452,6 +452,12 @@ class Executor:
             self._completer.add(claim, outcomes.released(claim.job.id, claim.job.claim))
             self._state.hint()
 
+    def recall(self) -> None:
+        """Release the claims that have not started, or whose handlers wait for a connection."""
+        self.give_back_waiting()
+        for claim in self.running:
+            claim.job._is_recalled = True
+
     def give_back_waiting(self) -> None:
         """Release the claims that have not started."""
         self._give_back_unstarted(self._take_waiting())
@@ -522,7 +528,7 @@ class Executor:
     def on_pause(self) -> None:
         """Release what has not begun: it may be paused."""
         self._paused_at = clock()
-        self.give_back_waiting()
+        self.recall()
 
     def on_claim_lost(self, claim: Claim) -> None:
         """Abort a job that was ended before its claim could be kept: it may run elsewhere."""

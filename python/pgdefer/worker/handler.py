@@ -47,8 +47,8 @@ Call = tuple[list[Any], dict[str, Any]]
 
 def run(
     job: JobContext, task: Task[..., Any], pool: SyncPool, call: Call | None
-) -> str | outcomes.Settled:
-    """Run a function, and return the outcome.
+) -> str | outcomes.Settled | None:
+    """Run a function, and return the outcome; None: it has not begun, and goes back.
 
     If the arguments have already been decoded, `call` calls the function with them.
     """
@@ -62,13 +62,17 @@ def run(
             else:
                 job.result = result = call_handler(task, positional, named)
     except BaseException as error:
+        if job._goes_back:
+            return None
         return _settled(job, result, error) or outcome_of(job, task.failure_policy, error)
+    if job._goes_back:  # a middleware has swallowed what says so
+        return None
     return _settled(job, result) or success(job, task.failure_policy, result)
 
 
 async def run_async(
     job: JobContext, task: Task[..., Any], pool: AsyncPool, worker: asyncio.Task[Any] | None
-) -> str | outcomes.Settled | Call:
+) -> str | outcomes.Settled | Call | None:
     """Run a coroutine, as `run` does; for an ordinary function, return how to call it.
 
     The job is given back if the coroutine is cancelled together with `worker`, its worker's task.
@@ -88,7 +92,11 @@ async def run_async(
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError):
             stops_with(worker, job)
+        if job._goes_back:
+            return None
         return _settled(job, result, error) or outcome_of(job, task.failure_policy, error)
+    if job._goes_back:  # a middleware has swallowed what says so
+        return None
     return _settled(job, result) or success(job, task.failure_policy, result)
 
 
@@ -119,7 +127,9 @@ def _settled(
     return settled
 
 
-def run_function(job: JobContext, pool: SyncPool, import_hint: str) -> str | outcomes.Settled:
+def run_function(
+    job: JobContext, pool: SyncPool, import_hint: str
+) -> str | outcomes.Settled | None:
     """Let the database run a task that is unknown here, if it has a function for it.
 
     This also ends the claim: without a function, as one of an unknown task.
@@ -134,7 +144,7 @@ def run_function(job: JobContext, pool: SyncPool, import_hint: str) -> str | out
     except psycopg.errors.QueryCanceled as error:
         return timed_out(job, RETRY_POLICY_ONLY, error)
     except BaseException as error:
-        return outcome_of(job, RETRY_POLICY_ONLY, error)
+        return None if job._goes_back else outcome_of(job, RETRY_POLICY_ONLY, error)
     state, outcome, said = ended
     if outcome == "released":
         said = "%r has a task that this worker does not know; the job is %s. To run it here: %s"

@@ -24,12 +24,15 @@ from pgdefer.tasks.task import Task
 from pgdefer.worker.forked import EndedIfForked
 from pgdefer.worker.outcomes import Settled
 from pgdefer.worker.transaction import (
+    LONGEST_WAIT,
     OwnPart,
     Session,
     check_can_end,
     check_has_run,
+    check_may_begin,
     closed_if_busy,
     driver_of,
+    gives_back_if_late,
     last_statements,
     losses_told_apart,
     settled_by,
@@ -122,11 +125,12 @@ def _opened(
     job: JobContext, stack: contextlib.ExitStack, pool: SyncPool
 ) -> psycopg.Connection[Any]:
     """Return a connection. If it can't connect it waits, because that is not the job's fault."""
-    waits = GrowingDelay(last=1.0)
-    while True:
-        try:
-            return stack.enter_context(pool.connection(waits=False, undo=True))
-        except psycopg.OperationalError as error:
-            log.warning("%r waits for a connection: %s", job, error, extra=job._log_fields())
-        time.sleep(waits.next())
-        job.check_abort()
+    waits = GrowingDelay(last=LONGEST_WAIT)
+    with gives_back_if_late(job):
+        while True:
+            try:
+                return stack.enter_context(pool.connection(waits=False, undo=True))
+            except psycopg.OperationalError as error:
+                log.warning("%r waits for a connection: %s", job, error, extra=job._log_fields())
+            time.sleep(waits.next())
+            check_may_begin(job)

@@ -29,7 +29,7 @@ from pgdefer.tasks.task import Task, find_task
 from pgdefer.worker import ending, handler, memory
 from pgdefer.worker.outcomes import Settled
 
-__all__ = ["AbortRequest", "Prepare", "Prepared", "Result", "Started", "main"]
+__all__ = ["AbortRequest", "Prepare", "Prepared", "Recall", "Result", "Started", "main"]
 
 PR_SET_PDEATHSIG = 1
 
@@ -40,6 +40,13 @@ class AbortRequest:
 
     claim: int
     reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Recall:
+    """Asks that the job of a claim go back, if its handler waits for a connection."""
+
+    claim: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,9 +68,12 @@ class Started:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A job's outcome, whether the process can take another job, and its log records."""
+    """A job's outcome, whether the process can take another job, and its log records.
 
-    outcome: str | Settled
+    None in place of the outcome: the handler has not begun.
+    """
+
+    outcome: str | Settled | None
     may_go_on: bool
     logged: Sequence[logging.LogRecord] = ()
 
@@ -96,6 +106,7 @@ class _Inbox:
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._job: JobContext | None = None
         self._request: AbortRequest | None = None
+        self._recall: Recall | None = None
         self._is_idle = True
 
     def read(self) -> None:
@@ -105,6 +116,9 @@ class _Inbox:
                 received = self._connection.recv()
                 if isinstance(received, AbortRequest):
                     self._request = received
+                    self._pass_on()
+                elif isinstance(received, Recall):
+                    self._recall = received
                     self._pass_on()
                 else:
                     self._is_idle = False
@@ -131,9 +145,11 @@ class _Inbox:
 
     def _pass_on(self) -> None:
         # A request may come before its job has begun, and after it has ended.
-        job, request = self._job, self._request
+        job, request, recall = self._job, self._request, self._recall
         if job is not None and request is not None and request.claim == job.claim:
             job._abort_reason = request.reason
+        if job is not None and recall is not None and recall.claim == job.claim:
+            job._is_recalled = True
 
 
 def main(connection: Connection, dsn: str) -> None:
@@ -166,7 +182,7 @@ def main(connection: Connection, dsn: str) -> None:
                 tasks[module, name] = task, SyncPool(task.client.source)
         except Exception as error:
             nobody = JobContext(cast("Client", None), row)
-            outcome: str | Settled = ending.outcome_of(nobody, None, error)
+            outcome: str | Settled | None = ending.outcome_of(nobody, None, error)
             inbox.end(Result(outcome, may_go_on=False, logged=log_buffer.take()))
             continue
         task, pool = tasks[module, name]

@@ -85,7 +85,7 @@ class Processes:
             log.exception(said, job, extra=job._log_fields())
             return outcomes.crashed(job.id, job.claim, error)
         begun()
-        result = process.receive()
+        result = process.receive(job)
         self._put_back(job, process, is_good=result is not None and result.may_go_on)
         if result is not None:
             _write(result.logged)
@@ -264,7 +264,7 @@ class ChildProcess:
                 self.kill()
         return isinstance(self._next(), process_main.Started)
 
-    def tell(self, request: process_main.AbortRequest) -> None:
+    def tell(self, request: process_main.AbortRequest | process_main.Recall) -> None:
         """Send a request to the running job."""
         if not self._lock.acquire(blocking=False):
             # The job is being sent; the sender checks afterwards whether it must end.
@@ -275,9 +275,13 @@ class ChildProcess:
         finally:
             self._lock.release()
 
-    def receive(self) -> process_main.Result | None:
+    def receive(self, job: JobContext) -> process_main.Result | None:
         """Return the job's result; None if the process ended without one."""
         self.jobs += 1
+        while not (job._is_recalled or self._poll(1.0)):
+            pass
+        if job._is_recalled:
+            self.tell(process_main.Recall(job.claim))
         result = self._next()
         self.has_job = False
         return result if isinstance(result, process_main.Result) else None

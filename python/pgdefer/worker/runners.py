@@ -88,12 +88,14 @@ class LoopRunner:
         if not self._keeper.let_begin(claim):
             return
         try:
-            ended: str | Settled | Call = await run_async(
+            ended: str | Settled | Call | None = await run_async(
                 claim.job, task_of(claim), self._pool, self._worker
             )
         except BaseException as error:
             ended = internal_error(claim, error)
-        if isinstance(ended, tuple):
+        if ended is None:
+            self._keeper.give_back_unbegun(claim)
+        elif isinstance(ended, tuple):
             claim.coroutine = None
             self._thread_runner.start_call(claim, ended)
         else:
@@ -205,7 +207,7 @@ def submit(
     function: Callable[[], str | Settled | None],
     keeper: Keeper,
 ) -> None:
-    """Run a function in a thread; it returns a job's outcome, None if it was too late to begin."""
+    """Run a function in a thread; it returns a job's outcome, or None if that has not begun."""
 
     def work() -> Callable[[], None]:
         try:

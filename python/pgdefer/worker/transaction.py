@@ -5,6 +5,7 @@ Tests: integration/test_transactional.py.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import types
 from collections.abc import Callable, Iterator
@@ -17,18 +18,21 @@ from pgdefer.database import sql
 from pgdefer.database.callers import Rows
 from pgdefer.database.watchdog import watchdog
 from pgdefer.errors import PgDeferError, TransactionLost, describe, is_transient, sqlstate_of
-from pgdefer.tasks.context import JobContext, JobTimeout, RetryLater
+from pgdefer.tasks.context import JobAborted, JobContext, JobTimeout, RetryLater
 from pgdefer.tasks.steps import TakeSteps
 from pgdefer.worker import outcomes
-from pgdefer.worker.ending import is_late, result_json
+from pgdefer.worker.ending import TIMED_OUT, is_late, result_json
 
 __all__ = [
+    "LONGEST_WAIT",
     "OwnPart",
     "Session",
     "check_can_end",
     "check_has_run",
+    "check_may_begin",
     "closed_if_busy",
     "driver_of",
+    "gives_back_if_late",
     "last_statements",
     "losses_told_apart",
     "settled_by",
@@ -38,8 +42,31 @@ __all__ = [
 # transaction, its statement_timeout and lock_timeout, deadlocks, conflicts of its transactions.
 OF_APPLICATION = frozenset({"25P02", "57014", "55P03", "40P01", "40001"})
 
+# The longest pause of a job that waits for its connection, in seconds: shorter than the time after
+# which a process that was told to end its job is killed.
+LONGEST_WAIT = 0.5
+
 # The types that a call returns if the function's code has not run yet.
 UNRUN = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
+
+
+@contextlib.contextmanager
+def gives_back_if_late(job: JobContext) -> Iterator[None]:
+    """Have the job go back if its timeout passes in the block, where it waits for a connection."""
+    try:
+        yield
+    except (asyncio.CancelledError, JobAborted, JobTimeout):
+        if job._abort_reason == TIMED_OUT:
+            job._goes_back = True
+        raise
+
+
+def check_may_begin(job: JobContext) -> None:
+    """Raise JobAborted if a job that waits for its connection is to end, or to go back."""
+    job.check_abort()
+    if job._is_recalled:
+        job._goes_back = True
+        raise JobAborted("the handler has not begun")
 
 
 def check_has_run(result: object) -> object:

@@ -341,7 +341,7 @@ class Worker:
         self.state.is_stopping = True
         if self.state.id is not None:
             log.info("stopping, running jobs: %d", len(self.executor.running))
-        self.executor.give_back_waiting()
+        self.executor.recall()
         if self.shutdown_timeout is not None and self._loop is not None:
             self._loop.call_later(self.shutdown_timeout, self.stop_at_once)
         self.state.hint()

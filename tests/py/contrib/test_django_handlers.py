@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import json
 import os
 import signal
@@ -17,7 +18,8 @@ from typing import Any
 import psycopg
 import pytest
 from asgiref.sync import sync_to_async
-from django.db import connection, connections, transaction
+from django.db import OperationalError, connection, connections, transaction
+from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.translation import gettext_lazy
 from shop.models import Order
@@ -26,6 +28,7 @@ from pgdefer import EncodeError, JobContext, Retry, RetryLater, Worker, current_
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Attempt, Job
 from pgdefer.database.embedded import EmbeddedServer, temporary_server
+from pgdefer.tasks.context import running_job
 from support import create_database, install
 
 from .conftest import PROJECT, environment_of, use
@@ -191,6 +194,35 @@ def test_an_outcome_of_a_lost_claim_rolls_back(app: DjangoApp, shop: str) -> Non
     app.run_worker(max_jobs=1)
     assert states() == ["cancelled"]
     assert Order.objects.count() == 0
+
+
+@pytest.mark.parametrize("way", ["stop", "timeout"])
+def test_a_job_that_waits_for_its_connection_goes_back(
+    app: DjangoApp, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    @app.task(name="waits", transactional=True)
+    def waits() -> None: ...
+
+    real = BaseDatabaseWrapper.ensure_connection
+    tries = set()
+
+    def refuse(self: BaseDatabaseWrapper) -> None:
+        job = running_job()
+        if job is None:
+            real(self)
+            return
+        tries.add(job.claim)
+        if way == "stop" or len(tries) > 1:
+            worker.stop()
+        raise OperationalError("no more connections")
+
+    monkeypatch.setattr(BaseDatabaseWrapper, "ensure_connection", refuse)
+    timeout = dt.timedelta(milliseconds=300) if way == "timeout" else None
+    waits.configure(timeout=timeout).defer()
+    worker = Worker(app, drain=True, shutdown_timeout=10)
+    worker.run()
+    assert (states(), worker.given_back) == (["ready"], 0)
+    assert failures() == []
 
 
 def test_a_coroutine_cannot_be_atomic(app: DjangoApp) -> None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import importlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from pgdefer import App, current_job
+from pgdefer import App, JobAborted, JobContext, Worker, current_job
 from pgdefer.database import connection, pool
 from pgdefer.database.source import Source
 
@@ -57,6 +59,110 @@ async def test_a_job_waits_for_the_connection_of_its_transaction(narrow: str, jo
     assert {(row["state"], row["failures"], row["claims"]) for row in rows} == {("succeeded", 0, 1)}
 
 
+MODULE = """
+from pgdefer import App
+
+app = App({dsn!r})
+
+@app.task(transactional=True, name="process", run_in="process")
+def process(connection) -> None: ...
+
+@app.task(transactional=True, name="sync")
+def sync(connection) -> None: ...
+
+@app.task(transactional=True, name="async")
+async def coroutine(connection) -> None: ...
+"""
+
+
+@pytest.fixture
+def waiting(narrow: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[App]:
+    """An app whose tasks need a connection; a task that it does not know is the database's."""
+    (tmp_path / "waiting_tasks.py").write_text(MODULE.format(dsn=narrow))
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("waiting_tasks").app
+    del sys.modules["waiting_tasks"]
+
+
+@contextlib.asynccontextmanager
+async def used_up(narrow: str, conn: Connection) -> AsyncIterator[None]:
+    """Take the connections that a worker, which has started, leaves of those of the role."""
+    own = "select count(*) from pg_stat_activity where usename = 'narrow'"
+    await until(lambda: conn.execute(own).fetchone() == (3,))
+    with contextlib.ExitStack() as taken:
+        with contextlib.suppress(psycopg.OperationalError):
+            while True:
+                taken.enter_context(contextlib.closing(psycopg.connect(narrow)))
+        yield
+
+
+WAITING = pytest.mark.parametrize("task", ["async", "sync", "process", "unknown"])
+
+
+@WAITING
+async def test_a_job_that_waits_for_a_connection_goes_back_at_a_stop(
+    waiting: App,
+    jobs: Jobs,
+    conn: Connection,
+    caplog: pytest.LogCaptureFixture,
+    task: str,
+) -> None:
+    def waits() -> bool:
+        begun = any(process.jobs for process in worker._processes._busy.values())
+        return begun or "waits for a connection" in caplog.text
+
+    worker = Worker(waiting, max_jobs=5)
+    ends = asyncio.create_task(worker.run_async())
+    async with used_up(waiting.source.conninfo(), conn):
+        conn.execute("select queue.defer(%s)", [task])
+        await until(waits)
+        worker.stop()
+        await asyncio.wait_for(ends, 300)
+    (row,) = jobs()
+    assert (row["state"], row["attempts"], row["failures"]) == ("ready", 0, 0)
+    assert (worker.given_back, worker.state.jobs_left) == (0, 5)
+
+
+@WAITING
+async def test_a_job_whose_timeout_passes_while_it_waits_for_a_connection_goes_back(
+    waiting: App, narrow: str, jobs: Jobs, conn: Connection, task: str
+) -> None:
+    async with running(waiting), used_up(narrow, conn):
+        defer = 'select queue.defer(%s, options => \'{"timeout": "300 ms"}\')'
+        conn.execute(defer, [task])
+        await until(lambda: jobs()[0]["claims"] > 1 or jobs()[0]["failures"])
+        (row,) = jobs()
+        assert (row["failures"], row["error"]) == (0, None)
+
+
+async def test_a_middleware_that_swallows_that_a_job_goes_back(
+    narrow: str,
+    jobs: Jobs,
+    conn: Connection,
+    is_async: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    @contextlib.contextmanager
+    def swallow(_job: JobContext) -> Iterator[None]:
+        with contextlib.suppress(JobAborted):
+            yield
+
+    app = App(narrow, middleware=[swallow])
+
+    @app.task(transactional=True, name="sync")
+    def sync(connection: Connection) -> None: ...
+
+    @app.task(transactional=True, name="async")
+    async def coroutine(connection: psycopg.AsyncConnection[Any]) -> None: ...
+
+    async with running(app) as worker, used_up(narrow, conn):
+        conn.execute("select queue.defer(%s)", ["async" if is_async else "sync"])
+        await until(lambda: "waits for a connection" in caplog.text)
+        worker.stop()
+        await until(lambda: worker.id is None)
+    assert list(jobs.states().values()) == ["ready"]
+
+
 async def test_a_job_that_waits_for_a_connection_may_be_cancelled(
     narrow: str, jobs: Jobs, conn: Connection
 ) -> None:
@@ -66,19 +172,12 @@ async def test_a_job_that_waits_for_a_connection_may_be_cancelled(
     def task(connection: Connection) -> None:
         raise AssertionError("there is no connection")
 
-    async with running(app):
-        own = "select count(*) from pg_stat_activity where usename = 'narrow'"
-        await until(lambda: conn.execute(own).fetchone() == (3,))
-        taken: list[Connection] = []
-        with contextlib.suppress(psycopg.OperationalError):
-            while True:
-                taken.append(psycopg.connect(narrow))
-        conn.execute("select queue.defer('t', options => '{\"timeout\": \"1 s\"}')")
+    async with running(app), used_up(narrow, conn):
+        (id,) = conn.execute("select queue.defer('t')").fetchone() or ()
+        await until(lambda: jobs()[0]["state"] == "running")
+        conn.execute("select queue.cancel(%s, true)", [id])
         (row,) = await jobs.end()
-        for connection in taken:
-            connection.close()
-    assert (row["state"], row["failures"]) == ("failed", 1)
-    assert "TimeoutError" in row["error"]
+    assert (row["state"], row["failures"]) == ("cancelled", 0)
 
 
 async def test_many_calls_at_once_share_connections(narrow: str, jobs: Jobs) -> None:

@@ -37,6 +37,7 @@ from pgdefer.database.own_threads import has_running_loop
 from pgdefer.errors import PgDeferError
 from pgdefer.tasks.context import JobContext, running_job
 from pgdefer.worker.stream import ClaimedJob
+from pgdefer.worker.transaction import LONGEST_WAIT, check_may_begin, gives_back_if_late
 
 __all__ = ["around_job", "atomic_handler", "atomic_job", "without_connection"]
 
@@ -232,6 +233,9 @@ def atomic_job(alias: str) -> Iterator[Any]:
     """Do as atomic_handler. What a function of `on_commit` raises can't undo the outcome."""
     is_within = connections[alias].in_atomic_block
     has_committed = threading.Event()
+    if not is_within and (job := running_job()) is not None:
+        with gives_back_if_late(job):
+            _open(connections[alias], check_may_begin)
     try:
         with atomic_handler(alias) as connection:
             if not is_within:
@@ -245,10 +249,10 @@ def atomic_job(alias: str) -> Iterator[Any]:
         log.exception(said, job, extra=None if job is None else job._log_fields())
 
 
-def _open(connection: Any) -> None:
+def _open(connection: Any, check: Callable[[JobContext], None] = JobContext.check_abort) -> None:
     """Connect. If that fails it waits, because this is not the job's fault."""
     job = running_job()  # None in a thread of the handler's own
-    waits = GrowingDelay(last=1.0)
+    waits = GrowingDelay(last=LONGEST_WAIT)
     while True:
         try:
             connection.ensure_connection()
@@ -258,7 +262,7 @@ def _open(connection: Any) -> None:
             return
         time.sleep(waits.next())
         if job is not None:
-            job.check_abort()
+            check(job)
 
 
 def without_connection(function: Callable[..., Any]) -> Callable[..., Any]:
