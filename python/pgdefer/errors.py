@@ -15,6 +15,7 @@ import psycopg
 from pgdefer._text import escaped
 
 __all__ = [
+    "POOLER_HINT",
     "SQLSTATES",
     "AlreadyQueued",
     "ClaimLost",
@@ -277,8 +278,21 @@ def sqlstate_of(error: BaseException) -> str | None:
 def describe(error: BaseException) -> str:
     """Return an error as one line for the log, without the data that the server quotes."""
     if isinstance(error, psycopg.Error) and error.diag.message_primary:
-        return escaped(f"{error.diag.message_primary} ({error.sqlstate})")
+        said = escaped(f"{error.diag.message_primary} ({error.sqlstate})")
+        return f"{said}; {POOLER_HINT}" if _is_of_pooler(error) else said
     return escaped(" ".join(str(error).split())) or type(error).__name__
+
+
+#: What to do about a prepared statement that another session has, as poolers share sessions.
+POOLER_HINT = "behind a pooler? pass pgbouncer=True, or --pgbouncer"
+
+
+def _is_of_pooler(error: BaseException) -> bool:
+    """Whether a prepared statement is missing, or is there already, as behind a pooler."""
+    code = sqlstate_of(error)
+    return code in ("26000", "42P05") or (
+        code == "08P01" and "prepared statement" in str(_original(error))
+    )
 
 
 def is_lost(error: BaseException) -> bool:
@@ -381,6 +395,8 @@ def translated() -> Iterator[None]:
     except psycopg.Error as error:
         if (better := translate(error)) is not None:
             raise better from error
+        if _is_of_pooler(error):
+            error.add_note(POOLER_HINT)
         raise
     except PgDeferError:
         raise

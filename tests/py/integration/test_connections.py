@@ -20,6 +20,7 @@ from psycopg.conninfo import make_conninfo
 from pgdefer import App, JobAborted, JobContext, Worker, current_job
 from pgdefer.database import connection, pool
 from pgdefer.database.source import Source
+from pgdefer.errors import POOLER_HINT, describe, translated
 
 from .conftest import Jobs, running, until, wait_for
 
@@ -530,6 +531,22 @@ def test_a_forked_process_watches_no_connection_of_the_other() -> None:
         [sys.executable, "-c", DEADLINES], check=True, capture_output=True, text=True, timeout=300
     )
     assert done.stdout.split() == ["0", "1"]
+
+
+@pytest.mark.parametrize("statement", ["execute nowhere", "prepare twice as select 1"])
+def test_prepared_statements_of_others_hint_at_a_pooler(conn: Connection, statement: str) -> None:
+    conn.execute("prepare twice as select 1")
+    with pytest.raises(psycopg.Error) as raised, translated():
+        conn.execute(statement.encode())
+    assert raised.value.__notes__ == [POOLER_HINT]
+    assert describe(raised.value).endswith(f"); {POOLER_HINT}")
+
+
+def test_only_a_protocol_violation_by_a_prepared_statement_hints_at_a_pooler() -> None:
+    for said, is_hint in (("prepared statement did not exist", True), ("bad packet", False)):
+        with pytest.raises(psycopg.Error) as raised, translated():
+            raise psycopg.errors.ProtocolViolation(said)
+        assert hasattr(raised.value, "__notes__") == is_hint
 
 
 async def test_two_that_open_a_connection_at_once(dsn: str) -> None:
