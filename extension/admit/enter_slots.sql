@@ -298,11 +298,11 @@ begin
         order by u.nth);
     end if;
     insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, moves, weight, task,
-      reserved)
+      reserved, reserved_at)
     select p_ids[u.n], 'slot', u.key, p_lanes[u.n], u.place, p_flags[u.n], p_attempts[u.n], u.moves,
       u.weight, (select j.task from queue.job j where j.id = p_ids[u.n]),
       (select array_agg(r.key) from unnest(v_reserved_ids, v_reserved_keys) r (id, key)
-        where r.id = p_ids[u.n])
+        where r.id = p_ids[u.n]), case when p_ids[u.n] = any (v_reserved_ids) then clock_timestamp() end
     from unnest(v_wait, v_wait_keys, v_places, v_wait_moves, v_wait_weights)
       u (n, key, place, moves, weight);
     for i in 1 .. cardinality(v_wait) loop

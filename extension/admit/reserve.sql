@@ -7,8 +7,9 @@
 -- is the first in that line, nobody else gets its slots of the keys before that one. `used` counts them. Why,
 -- and what it costs: docs/adr/0012-reserved-slots.md.
 --
--- Only the first job of a line reserves, and of a lane and a key one at a time (_may_reserve): so a hundred
--- jobs do not take all slots of a key, or wait for one another while slots are idle.
+-- Only the first job of a line reserves, of the jobs that have a key only one at a time, and of a lane one
+-- each 10 s (_may_reserve): so a hundred jobs do not take all slots of a key, or wait for one another while
+-- slots are idle; and one that waits for a long claim does not keep the others from it.
 -- Why nothing stops: a job has reserved slots only while claims and reserved slots fill the key that it waits
 -- for, and only of keys that come before that one, in the order of _take_slots. So of the jobs that have
 -- reserved slots, the one that waits for the last key waits only for claims to end. If it waits for a ready
@@ -30,14 +31,15 @@ begin
     where o.waiting > 0 and l.queue = own.queue and l.priority > own.priority);
 end $$;
 
--- Whether a job of a lane may reserve slots of some of its keys: it is not outranked, no other job of the
--- lane has reserved any, and none has any of one of these keys or for one.
+-- Whether a job of a lane may reserve slots of some of its keys: it is not outranked, none of them is one
+-- that another job has reserved slots of, or for, and no job of the lane has reserved any in the last 10 s.
 create or replace function queue._may_reserve(p_lane integer, p_keys text[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
   return not queue._is_outranked(p_lane, p_keys)
     and not exists (select from queue.waiting w
-      where w.reserved is not null and (w.lane = p_lane or (w.reserved || w.key) && p_keys));
+      where w.reserved is not null and ((w.reserved || w.key) && p_keys
+        or w.lane = p_lane and w.reserved_at > clock_timestamp() - interval '10 s'));
 end $$;
 
 -- Frees the reserved slots of jobs that leave queue.waiting. p_ids: the job of each key, or one job of all.

@@ -583,9 +583,9 @@ create table queue.rate_start (
 -- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
 -- the first job of a lane that waits for a key's rate: when the rate allows more starts; weight: how many
 -- slots of the key it takes, NULL for 1; moves: how often the job has changed lines, if it has several keys
--- (key is the first full one), else NULL; reserved: the keys of which it has reserved slots; moves then also
--- counts the looks at its key (admit/reserve.sql); task: the job's. For the weight of a parked job see _park
--- (admit/gates.sql).
+-- (key is the first full one), else NULL; reserved, reserved_at: the keys of which it has reserved slots, and
+-- when; moves then also counts the looks at its key (admit/reserve.sql); task: the job's. For the weight of a
+-- parked job see _park (admit/gates.sql).
 create table queue.waiting (
   id bigint not null,
   at timestamptz,
@@ -600,6 +600,7 @@ create table queue.waiting (
   key text collate "C",
   task text collate "C",
   reserved text[],
+  reserved_at timestamptz,
   constraint waiting_pkey primary key (id),
   constraint waiting_reason_check check (reason in ('schedule', 'needs', 'upstream_failed', 'slot', 'held',
     'signal', 'task_paused', 'parked', 'moving'))
@@ -7713,8 +7714,9 @@ end $$;
 -- is the first in that line, nobody else gets its slots of the keys before that one. `used` counts them. Why,
 -- and what it costs: docs/adr/0012-reserved-slots.md.
 --
--- Only the first job of a line reserves, and of a lane and a key one at a time (_may_reserve): so a hundred
--- jobs do not take all slots of a key, or wait for one another while slots are idle.
+-- Only the first job of a line reserves, of the jobs that have a key only one at a time, and of a lane one
+-- each 10 s (_may_reserve): so a hundred jobs do not take all slots of a key, or wait for one another while
+-- slots are idle; and one that waits for a long claim does not keep the others from it.
 -- Why nothing stops: a job has reserved slots only while claims and reserved slots fill the key that it waits
 -- for, and only of keys that come before that one, in the order of _take_slots. So of the jobs that have
 -- reserved slots, the one that waits for the last key waits only for claims to end. If it waits for a ready
@@ -7736,14 +7738,15 @@ begin
     where o.waiting > 0 and l.queue = own.queue and l.priority > own.priority);
 end $$;
 
--- Whether a job of a lane may reserve slots of some of its keys: it is not outranked, no other job of the
--- lane has reserved any, and none has any of one of these keys or for one.
+-- Whether a job of a lane may reserve slots of some of its keys: it is not outranked, none of them is one
+-- that another job has reserved slots of, or for, and no job of the lane has reserved any in the last 10 s.
 create or replace function queue._may_reserve(p_lane integer, p_keys text[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
   return not queue._is_outranked(p_lane, p_keys)
     and not exists (select from queue.waiting w
-      where w.reserved is not null and (w.lane = p_lane or (w.reserved || w.key) && p_keys));
+      where w.reserved is not null and ((w.reserved || w.key) && p_keys
+        or w.lane = p_lane and w.reserved_at > clock_timestamp() - interval '10 s'));
 end $$;
 
 -- Frees the reserved slots of jobs that leave queue.waiting. p_ids: the job of each key, or one job of all.
@@ -8960,11 +8963,11 @@ begin
         order by u.nth);
     end if;
     insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, moves, weight, task,
-      reserved)
+      reserved, reserved_at)
     select p_ids[u.n], 'slot', u.key, p_lanes[u.n], u.place, p_flags[u.n], p_attempts[u.n], u.moves,
       u.weight, (select j.task from queue.job j where j.id = p_ids[u.n]),
       (select array_agg(r.key) from unnest(v_reserved_ids, v_reserved_keys) r (id, key)
-        where r.id = p_ids[u.n])
+        where r.id = p_ids[u.n]), case when p_ids[u.n] = any (v_reserved_ids) then clock_timestamp() end
     from unnest(v_wait, v_wait_keys, v_places, v_wait_moves, v_wait_weights)
       u (n, key, place, moves, weight);
     for i in 1 .. cardinality(v_wait) loop

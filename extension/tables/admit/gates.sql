@@ -3,9 +3,9 @@
 -- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
 -- the first job of a lane that waits for a key's rate: when the rate allows more starts; weight: how many
 -- slots of the key it takes, NULL for 1; moves: how often the job has changed lines, if it has several keys
--- (key is the first full one), else NULL; reserved: the keys of which it has reserved slots; moves then also
--- counts the looks at its key (admit/reserve.sql); task: the job's. For the weight of a parked job see _park
--- (admit/gates.sql).
+-- (key is the first full one), else NULL; reserved, reserved_at: the keys of which it has reserved slots, and
+-- when; moves then also counts the looks at its key (admit/reserve.sql); task: the job's. For the weight of a
+-- parked job see _park (admit/gates.sql).
 create table queue.waiting (
   id bigint not null,
   at timestamptz,
@@ -20,6 +20,7 @@ create table queue.waiting (
   key text collate "C",
   task text collate "C",
   reserved text[],
+  reserved_at timestamptz,
   constraint waiting_pkey primary key (id),
   constraint waiting_reason_check check (reason in ('schedule', 'needs', 'upstream_failed', 'slot', 'held',
     'signal', 'task_paused', 'parked', 'moving'))

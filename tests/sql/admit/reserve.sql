@@ -1,6 +1,6 @@
 -- Jobs with several keys that go from line to line, and in the end reserve slots.
 
-select plan(53);
+select plan(55);
 
 set pgdefer.notify = off;
 set statement_timeout = '20s';  -- a job that changes lines for ever is noticed
@@ -95,6 +95,11 @@ select is(pg_temp.reserved(:job), '{ka}', 'then the slot of the key before the o
 select is((select array_agg(l.keys) from queue.active_job j join queue.job l on l.id = j.id where j.claim is not null), '{{b}}',
   'nobody else gets it');
 select is(pg_temp.used('a'), 1, 'it counts as used');
+select w.lane from queue.waiting w where w.id = :job \gset
+select is(queue._may_reserve(:lane, '{kc,kd}'), false, 'no other job of the lane reserves slots in the next seconds');
+update queue.waiting w set reserved_at = w.reserved_at - interval '10 s' where w.id = :job;
+select is((select array_agg(queue._may_reserve(:lane, k::text[]) order by k) from unnest('{"{ka,kc}","{kb,kc}","{kc,kd}"}'::text[]) k),
+  '{f,f,t}', 'later only those do that have none of its keys');
 select pg_temp.defer('{a}') as behind \gset
 select queue.tick() \g /dev/null
 select alike(queue.why(:behind), format('%%concurrency key a is full: job %s (reserved)', :job), 'why tells who has reserved it');
