@@ -18065,6 +18065,7 @@ returns table (state text, outcome text, error text)
 language plpgsql volatile parallel unsafe security invoker rows 1 as $$
 declare
   v_call pg_catalog.record;
+  v_role pg_catalog.text := pg_catalog.current_setting('role');
   v_result pg_catalog.jsonb;
   v_has_returned boolean := false;
   v_options pg_catalog.jsonb;
@@ -18090,6 +18091,7 @@ begin
   begin
     execute v_call.statement into v_result using v_call.args;
     set constraints all immediate;
+    perform pg_catalog.set_config('role', v_role, true);  -- the function may have taken on one that may less
     if pg_catalog.timestamptz_ge(pg_catalog.clock_timestamp(), v_call.late_at) then
       v_options := '{"outcome": "timed_out"}';
       raise exception using
