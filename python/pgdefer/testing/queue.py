@@ -25,7 +25,6 @@ from pgdefer.errors import JobCancelled, JobFailed
 from pgdefer.options import JobOptions, as_list
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.context import JobContext, running_job
-from pgdefer.tasks.task import Task
 from pgdefer.testing.asking import AskingQueue
 from pgdefer.testing.connections import (
     AsyncOverSync,
@@ -318,7 +317,7 @@ class TestQueue(StandingIn, AskingQueue):
             ends = await perform_batch(batch, task, self.connection, self._threads, waits=waits)
         ran = []
         for one, ended in zip(jobs, ends, strict=True):
-            state, error = await self._finish(one, task, ended)
+            state, error = await self._finish(one, ended)
             ran.append(RanJob(one.id, one.task, one.attempt, state, ended.result, error))
         return ran
 
@@ -336,9 +335,7 @@ class TestQueue(StandingIn, AskingQueue):
         self._worker = worker
         return rows
 
-    async def _finish(
-        self, job: JobContext, task: Task[..., Any], ended: Ended
-    ) -> tuple[str, BaseException | None]:
+    async def _finish(self, job: JobContext, ended: Ended) -> tuple[str, BaseException | None]:
         """Report how a handler ended; return the job's state, and its error."""
         if ended.outcome is None:
             await self._rehearse()  # a job that waits is settled by the next admission
@@ -347,7 +344,7 @@ class TestQueue(StandingIn, AskingQueue):
         state, code = await self._send(job, ended.outcome)
         if code is None or code == "QJ002":
             return str(state or code), ended.error
-        state, code = await self._send(job, refused(job, task.failure_policy, ended.outcome, code))
+        state, code = await self._send(job, refused(job, ended.outcome, code))
         return str(state or code), job._error
 
     async def _send(self, job: JobContext, outcome: str) -> tuple[str | None, str | None]:

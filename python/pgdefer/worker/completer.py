@@ -173,7 +173,7 @@ class Completer:
                 self.too_late.append((claim, outcome))
             elif not claim.is_refused:
                 claim.is_refused = True
-                self.add(claim, refused(claim.job, claim.failure_policy, outcome, error))
+                self.add(claim, refused(claim.job, outcome, error))
 
     async def announce_ends(self, connection: Connection) -> None:
         """Announce how the claims have ended whose outcomes came too late.

@@ -144,10 +144,10 @@ def timed_out(job: JobContext, policy: FailurePolicy | None, error: BaseExceptio
     return failed(job, policy, late, "timed_out")
 
 
-def refused(job: JobContext, policy: FailurePolicy, outcome: str, code: str) -> str:
+def refused(job: JobContext, outcome: str, code: str) -> str:
     """Return the failure in place of an outcome whose needs the database has refused."""
-    needs = json.loads(outcome).get("needs") or []
-    return failed(job, policy, refused_outcome(needs, code))
+    job._error = refused_outcome(json.loads(outcome).get("needs") or [], code)
+    return outcomes.failed(job.id, job.claim, job._error, {"retryable": False})
 
 
 def failed(

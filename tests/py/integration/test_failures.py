@@ -337,13 +337,13 @@ async def test_an_argument_with_a_uuid_in_a_lock(app: App, jobs: Jobs) -> None:
 
 
 async def test_needs_that_the_database_refuses(app: App, jobs: Jobs) -> None:
-    """The claim is not lost; otherwise the job would seem to run forever. It fails, by its task."""
+    """The claim is not lost; otherwise the job would seem to run forever. A retry can't mend it."""
 
     @app.task(name="single", retry=Retry(2, base=dt.timedelta(0)))
     async def single() -> None:
         raise RetryLater(needs=[10**9])
 
-    @app.task(name="batch", batch=2, retry_on=OSError)
+    @app.task(name="batch", batch=2)
     def batch(of: list[BatchJob[Any]]) -> list[RetryLater]:
         return [RetryLater(needs=[job.id, 1]) for job in of]
 
@@ -357,6 +357,6 @@ async def test_needs_that_the_database_refuses(app: App, jobs: Jobs) -> None:
     }
     cycle = "DependencyCycle: the new need would create a dependency cycle (needs: 2, 1)"
     assert ends == {
-        "single": ("attempts", 2, "JobNotFound: job not found (needs: 1000000000)"),
+        "single": ("not_retryable", 1, "JobNotFound: job not found (needs: 1000000000)"),
         "batch": ("not_retryable", 1, cycle),
     }
