@@ -40,6 +40,7 @@ def note() -> int:
 
 @app.task(name="wait")
 def wait() -> int:
+    pathlib.Path("waiting").touch()
     # as a handler that asks whether it should end does
     while not pathlib.Path("go").exists():
         time.sleep(0.01)
@@ -107,6 +108,12 @@ def supervise(folder: Path, conn: Connection) -> Iterator[Supervise]:
             os.kill(pid, signal.SIGKILL)
 
 
+@pytest.fixture
+def is_waiting(folder: Path) -> Callable[[], bool]:
+    """Whether the handler `wait` has started: a worker gives back a job that has not, at a stop."""
+    return (folder / "waiting").exists
+
+
 def pids(conn: Connection) -> list[int]:
     """The process ids of the registered workers."""
     rows = conn.execute("select info -> 'pid' from queue.workers where is_alive order by id")
@@ -158,12 +165,17 @@ def test_a_job_that_kills_its_worker_fails_in_the_end(
 
 
 def test_workers_whose_supervisor_is_killed_end_when_their_jobs_have(
-    supervise: Supervise, conn: Connection, jobs: Jobs, app: App, folder: Path
+    supervise: Supervise,
+    conn: Connection,
+    jobs: Jobs,
+    app: App,
+    folder: Path,
+    is_waiting: Callable[[], bool],
 ) -> None:
     supervisor = supervise("--processes", "2", "-c", "1")
     before = wait_for(lambda: len(found := pids(conn)) == 2 and found)
     app.defer("wait")
-    wait_for(lambda: set(jobs.states().values()) == {"running"})
+    wait_for(is_waiting)
     supervisor.process.kill()
     # the idle one at once
     wait_for(lambda: len(pids(conn)) == 1)
@@ -181,11 +193,12 @@ def test_to_stop_waits_and_to_stop_twice_does_not(
     conn: Connection,
     jobs: Jobs,
     app: App,
+    is_waiting: Callable[[], bool],
     again: signal.Signals,
 ) -> None:
     supervisor = supervise("--processes", "2", "-c", "1")
     app.defer("wait")
-    wait_for(lambda: set(jobs.states().values()) == {"running"} and len(pids(conn)) == 2)
+    wait_for(lambda: is_waiting() and len(pids(conn)) == 2)
     supervisor.send(signal.SIGTERM)
     (busy,) = wait_for(lambda: len(found := pids(conn)) == 1 and found)
     # as systemd sends to all processes of a service
@@ -197,10 +210,12 @@ def test_to_stop_waits_and_to_stop_twice_does_not(
     assert jobs.states() == {1: "ready", 2: "ready"}
 
 
-def test_the_timeout_of_a_stop(supervise: Supervise, jobs: Jobs, app: App) -> None:
+def test_the_timeout_of_a_stop(
+    supervise: Supervise, jobs: Jobs, app: App, is_waiting: Callable[[], bool]
+) -> None:
     supervisor = supervise("--processes", "1", "--shutdown-timeout", "0.5")
     app.defer("wait")
-    wait_for(lambda: set(jobs.states().values()) == {"running"})
+    wait_for(is_waiting)
     supervisor.send(signal.SIGTERM)
     assert supervisor.code() == Exit.GAVE_BACK, supervisor.log()
     assert jobs.states() == {1: "ready"}
