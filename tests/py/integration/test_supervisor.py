@@ -66,6 +66,8 @@ class Supervisor:
 
     def __init__(self, folder: Path, options: Sequence[str]) -> None:
         self._log = folder / "log"
+        # A worker gives back a job that it has claimed and not started, at a stop.
+        self.has_started_wait = (folder / "waiting").exists
         with self._log.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "pgdefer", "worker", "-A", "mod", *options],
@@ -106,12 +108,6 @@ def supervise(folder: Path, conn: Connection) -> Iterator[Supervise]:
     for pid in pids(conn):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-@pytest.fixture
-def is_waiting(folder: Path) -> Callable[[], bool]:
-    """Whether the handler `wait` has started: a worker gives back a job that has not, at a stop."""
-    return (folder / "waiting").exists
 
 
 def pids(conn: Connection) -> list[int]:
@@ -165,17 +161,12 @@ def test_a_job_that_kills_its_worker_fails_in_the_end(
 
 
 def test_workers_whose_supervisor_is_killed_end_when_their_jobs_have(
-    supervise: Supervise,
-    conn: Connection,
-    jobs: Jobs,
-    app: App,
-    folder: Path,
-    is_waiting: Callable[[], bool],
+    supervise: Supervise, conn: Connection, jobs: Jobs, app: App, folder: Path
 ) -> None:
     supervisor = supervise("--processes", "2", "-c", "1")
     before = wait_for(lambda: len(found := pids(conn)) == 2 and found)
     app.defer("wait")
-    wait_for(is_waiting)
+    wait_for(supervisor.has_started_wait)
     supervisor.process.kill()
     # the idle one at once
     wait_for(lambda: len(pids(conn)) == 1)
@@ -193,12 +184,11 @@ def test_to_stop_waits_and_to_stop_twice_does_not(
     conn: Connection,
     jobs: Jobs,
     app: App,
-    is_waiting: Callable[[], bool],
     again: signal.Signals,
 ) -> None:
     supervisor = supervise("--processes", "2", "-c", "1")
     app.defer("wait")
-    wait_for(lambda: is_waiting() and len(pids(conn)) == 2)
+    wait_for(lambda: supervisor.has_started_wait() and len(pids(conn)) == 2)
     supervisor.send(signal.SIGTERM)
     (busy,) = wait_for(lambda: len(found := pids(conn)) == 1 and found)
     # as systemd sends to all processes of a service
@@ -210,12 +200,10 @@ def test_to_stop_waits_and_to_stop_twice_does_not(
     assert jobs.states() == {1: "ready", 2: "ready"}
 
 
-def test_the_timeout_of_a_stop(
-    supervise: Supervise, jobs: Jobs, app: App, is_waiting: Callable[[], bool]
-) -> None:
+def test_the_timeout_of_a_stop(supervise: Supervise, jobs: Jobs, app: App) -> None:
     supervisor = supervise("--processes", "1", "--shutdown-timeout", "0.5")
     app.defer("wait")
-    wait_for(is_waiting)
+    wait_for(supervisor.has_started_wait)
     supervisor.send(signal.SIGTERM)
     assert supervisor.code() == Exit.GAVE_BACK, supervisor.log()
     assert jobs.states() == {1: "ready"}
