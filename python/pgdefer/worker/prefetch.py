@@ -40,8 +40,8 @@ class Prefetch:
     - Slots whose jobs run for longer than AHEAD do not count: nothing will start in them soon.
     - It halves if jobs have waited longer than AHEAD. Handlers that compute in the event loop end
       one at a time, however many slots there are.
-    - It halves if an answer may have been cut, but keeps as many as that answer held and as start
-      within SOON.
+    - It halves if an answer may have been cut, but keeps as many as that answer and the full ones
+      just before it held, and as start within SOON.
     - After any other answer that was not full, it keeps only as many as start within SOON: other
       workers may have nothing to do. It keeps those so that jobs that come many at a time, and are
       done before the next come, are claimed in one answer. If jobs have waited longer than AHEAD,
@@ -52,6 +52,7 @@ class Prefetch:
     """
 
     __slots__ = (
+        "_burst",
         "_doubles_to",
         "_held",
         "_is_late",
@@ -67,6 +68,8 @@ class Prefetch:
         self._most = most
         self._window = 0
         self._doubles_to = most
+        # How many jobs came since the last answer that was not full.
+        self._burst = 0
         # How many jobs that waited for a slot have started since the last `take_pace`.
         self._started = 0
         # Whether a job has waited for longer than AHEAD since the last answer.
@@ -97,13 +100,16 @@ class Prefetch:
     def answered(self, asked: int, came: int) -> None:
         """Take in how many jobs an answer held of those that were asked for."""
         soon = 0 if self._is_late else self._start_within(SOON)
+        self._burst += came
         if came == asked and not self._is_late:
             doubled = min(2 * self._window, self._doubles_to)
             self._window = min(max(self._window + self._slots - self._held, doubled), self._most)
         elif came == asked or came >= FIT:
-            self._window = max(self._window // 2, min(self._window, came, soon))
+            self._window = max(self._window // 2, min(self._window, self._burst, soon))
         else:
             self._window = min(self._window, soon)
+        if came < asked:
+            self._burst = 0
         self._is_late = False
 
     def waited(self, seconds: float) -> None:

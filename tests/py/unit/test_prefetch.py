@@ -77,12 +77,28 @@ def test_it_halves_where_the_answer_may_be_as_long_as_it_can_be() -> None:
 
 def test_it_then_keeps_what_came_if_that_many_start_soon() -> None:
     prefetch = grown(5)
+    prefetch.answered(400, 0)
     prefetch.answered(400, 200)
     assert prefetch.allowed == 200
     prefetch.answered(400, FIT)
     assert prefetch.allowed == 100
     prefetch.answered(400, 300)
     assert prefetch.allowed == 100
+
+
+def test_it_learns_how_many_come_at_a_time() -> None:
+    """A burst of 110 once came in answers of 69 and 41, again and again."""
+    prefetch = grown(2)
+    prefetch.answered(60, 0)
+    assert prefetch.allowed == 40
+    prefetch.answered(60, 60)
+    prefetch.answered(100, 50)
+    assert prefetch.allowed == 80
+    prefetch.answered(100, 100)
+    prefetch.answered(180, FIT)
+    assert prefetch.allowed == 130
+    prefetch.answered(180, 130)
+    assert prefetch.allowed == 130
 
 
 @pytest.mark.parametrize("came", [0, 1, FIT - 1])
