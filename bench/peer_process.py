@@ -59,6 +59,7 @@ class Process:
                 self.first = min(line["first"], self.first or line["first"])
             elif "ran" in line:
                 self._ran[line["pid"]] = line["ran"]
+            elif "waits" in line:
                 self.waits += line["waits"]
             else:
                 self.answer = line

@@ -223,6 +223,7 @@ class Runner:
             self.finish(place, workers, jobs + warm_up + 1)
             costs = before.costs(jobs + warm_up, self.used(place, workers))
             sent = (jobs + warm_up) / (answer["ended"] - answer["begun"])
+            until(lambda: len(workers[0].waits) >= jobs + warm_up, workers[0].check)
             return Found(jobs, sent, waits=workers[0].waits[warm_up:], **costs)
 
     def outage(self, system: System, setting: str, jobs: int) -> Found:

@@ -8,18 +8,24 @@ const [action, dsn, json] = process.argv.slice(2);
 const options = JSON.parse(json);
 // The clock that all processes of a machine share.
 const now = () => Number(process.hrtime.bigint()) / 1e9;
+// As in peer.py, in seconds.
+const QUIET = 0.2;
 const say = (line) => console.log(JSON.stringify(line));
 
 class Ran {
   waits = [];
-  said = 0;
 
   constructor() {
+    let said = 0, ran = 0, changed = now();
     setInterval(() => {
-      if (this.said === this.waits.length) return;
-      const found = this.waits.slice(this.said).filter((wait) => wait !== null);
-      this.said = this.waits.length;
-      say({ pid: process.pid, ran: this.said, waits: found });
+      if (ran !== this.waits.length) {
+        ran = this.waits.length;
+        changed = now();
+        say({ pid: process.pid, ran });
+      } else if (said < ran && now() - changed > QUIET) {
+        say({ waits: this.waits.slice(said, ran).filter((wait) => wait !== null) });
+        said = ran;
+      }
     }, 10);
   }
 

@@ -6,8 +6,9 @@ A driver prints JSON, one object a line. `install` creates what the system needs
 produce   sends `jobs` jobs in calls of `size` (0: singly), `rate` a second (0: as fast as it can);
           prints when it began and ended, and its CPU time
 work      runs a worker with a `setting` (default, best) whose handlers do what `kind` says (noop, sleep, cpu),
-          until it is killed; prints when the first handler began, and then {"ran", "waits"}: how many have begun
-          so far, and how long the latest have waited since they were sent, in seconds
+          until it is killed; prints when the first handler began, then {"ran"}: how many have begun so far; once
+          none has for QUIET, {"waits"}: how long the latest had waited since they were sent, in seconds (to print
+          these meanwhile would delay the handlers that it times)
 
 Times are those of the monotonic clock, which all processes of a machine share.
 """
@@ -25,6 +26,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 MILLISECOND = 0.001
+TICK = 0.01
+QUIET = 0.2
 Args = dict[str, Any]
 
 
@@ -39,19 +42,19 @@ class Ran:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._waits: list[float | None] = []
-        self._said = 0
         threading.Thread(target=self._tell, daemon=True).start()
 
     def _tell(self) -> None:
+        said = ran = 0
+        changed = time.monotonic()
         while True:
-            time.sleep(0.01)
-            if found := self._waits[self._said :]:
-                self._said += len(found)
-                say(
-                    pid=os.getpid(),
-                    ran=self._said,
-                    waits=[wait for wait in found if wait is not None],
-                )
+            time.sleep(TICK)
+            if ran != (ran := len(self._waits)):
+                changed = time.monotonic()
+                say(pid=os.getpid(), ran=ran)
+            elif said < ran and time.monotonic() - changed > QUIET:
+                say(waits=[wait for wait in self._waits[said:ran] if wait is not None])
+                said = ran
 
     def begun(self, at: float | None) -> None:
         """Note that a handler has begun."""
