@@ -53,6 +53,7 @@ BURST_SECONDS = 0.02
 LINGER_POLLS = 5
 LINGER_DELAY = 0.002
 # How long a worker that may still be woken waits for the ends of the jobs that it has just started.
+# In this time it need not say that it is busy: that would wake another one for nothing.
 MOMENT = 0.005
 # When to look for claims of an answer that was lost: the lost call may be under way still.
 LOST_CLAIM_CHECKS = (0.0, 15.0, 120.0)
@@ -104,8 +105,10 @@ class Fetcher:
         self._spawn = spawn
         # Passed to connect, where others connect as well.
         self._turnstile = turnstile
-        # Whether the last fetch found less than it asked for, and how often to look again soon.
+        # Whether the last fetch found less than fills the free slots, whether it found less than it
+        # asked for, and how often to look again soon.
         self._is_dry = False
+        self._has_all = False
         self._polls = 0
         self._has_news = False
         self._found_at: collections.deque[float] = collections.deque(maxlen=BURST_FINDS)
@@ -205,11 +208,7 @@ class Fetcher:
             elif state.claims_no_more and executor.is_idle:
                 return
             else:
-                # All slots are taken, or none are to be: until an outcome or a turn comes.
-                if self._listener.holds_sleep_lock:
-                    await self._listener.after_sleep(state.registered())
-                await self._wait(self._until_a_heartbeat())
-                self._is_dry = False
+                await self._wait_for_slots()
 
     # Slots
 
@@ -235,6 +234,18 @@ class Fetcher:
         return int(min(slots.wanted, self._state.jobs_left))
 
     # Waiting
+
+    async def _wait_for_slots(self) -> None:
+        """While all slots are taken, or none are to be: wait for an outcome or a turn."""
+        if self._listener.holds_sleep_lock and self._has_all:
+            # No job was left to others, and maybe one ends in a moment.
+            self._has_all = False
+            await self._wait(MOMENT)
+        else:
+            if self._listener.holds_sleep_lock:
+                await self._listener.after_sleep(self._state.registered())
+            await self._wait(self._until_a_heartbeat())
+        self._is_dry = False
 
     def _until_a_heartbeat(self) -> float | None:
         """Return how long to wait for what frees slots: briefly, if a heartbeat may do so."""
@@ -340,7 +351,7 @@ class Fetcher:
             await self._exchange(None, 0, 0)
             return 0
         found = 0
-        is_dry, was_refused = True, False
+        is_dry, has_all, was_refused = True, True, False
         for slots in free:
             if not (asked := self._wanted(slots)):
                 break
@@ -354,11 +365,12 @@ class Fetcher:
                 slots.answered(asked, came or 0)
             if came is None:
                 # What there is is unknown; outcomes that have come go before the next try.
-                is_dry, was_refused = False, True
+                is_dry, has_all, was_refused = False, False, True
                 break
             found += came
             is_dry = is_dry and came < least
-        self._is_dry = is_dry
+            has_all = has_all and came < asked
+        self._is_dry, self._has_all = is_dry, has_all
         self._has_news = bool(found)
         if not self._has_fetched and not was_refused:
             self._has_fetched = True
@@ -368,7 +380,7 @@ class Fetcher:
             is_burst = self._is_burst()
             self._polls = LINGER_POLLS if is_burst else 0
             is_first = self._listener.is_first
-            if self._listener.holds_sleep_lock and (is_burst or not is_dry or not is_first):
+            if self._listener.holds_sleep_lock and (is_burst or not has_all or not is_first):
                 self._spawn(self._listener.after_sleep(self._state.registered()))
         return found
 
