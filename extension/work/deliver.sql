@@ -10,6 +10,11 @@
 -- pgdefer.undelivered, a setting of the session, names the worker that has undelivered claims, so that other
 -- fetches need not look for them. A new session looks once, and whenever it finds nothing to claim (behind a
 -- transaction pooler).
+--
+-- The worker does not know of undelivered claims. It may not fetch for long: its slots have become full, of
+-- which some of the claims were ahead, or it stops. So a claim that was not fetched within stale_after is
+-- released, by any maintenance (_release_stale), or at the latest by the worker's next fetch, as the job's
+-- timeout counts from the claim.
 
 -- Locks, here and in callers: a fetch that keeps claims undelivered holds the rows of queue.active_job that
 -- it has claimed, and the admission lock if it took it; its rows of queue.undelivered are new, so nobody
@@ -34,7 +39,8 @@ begin
     from queue.job_now j where j.id = p_id);
 end $$;
 
--- Releases undelivered claims of a worker that may no longer start; an expired job is cancelled by that.
+-- Releases undelivered claims of a worker that may no longer start, or are older than stale_after; an expired
+-- job is cancelled by that.
 -- Returns whether there was any. A claim whose row another transaction holds stays undelivered; the next call
 -- finds out whether it has ended.
 -- Locks: rows of queue.undelivered, then of queue.active_job, by skip locked.
@@ -46,7 +52,9 @@ declare
 begin
   for v_claim in
     select u.no, u.id, u.claim from queue.undelivered u
-    where u.worker_id = p_worker and not queue._may_start(u.id)
+    where u.worker_id = p_worker and (not queue._may_start(u.id)
+      or exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim
+        and aj.claimed_at < clock_timestamp() - {{stale_after}}))
     order by u.id for update skip locked
   loop
     perform from queue.active_job aj where aj.id = v_claim.id
@@ -63,6 +71,29 @@ begin
     perform queue._announce();
   end if;
   return v_has_any;
+end $$;
+
+-- Releases claims that were not fetched within stale_after; returns their number.
+-- Locks: rows of queue.undelivered by skip locked; each claim as _reap_claim.
+-- Why no wake-up is lost: as _reap_claim.
+create or replace function queue._release_stale(p_now timestamptz)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_claim record;
+  v_released integer := 0;
+begin
+  for v_claim in
+    select u.worker_id, u.no, u.id, u.claim from queue.undelivered u
+    where exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim
+      and aj.claimed_at < p_now - {{stale_after}})
+    order by u.id limit 100 for update skip locked
+  loop
+    if queue._reap_claim(v_claim.id, v_claim.claim, 'released', null) > 0 then
+      v_released := v_released + 1;
+      delete from queue.undelivered u where u.worker_id = v_claim.worker_id and u.no = v_claim.no;
+    end if;
+  end loop;
+  return v_released;
 end $$;
 
 -- Makes the next fetch of this session hand out the undelivered claims of a worker, if there are any.

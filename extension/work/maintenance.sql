@@ -52,8 +52,8 @@ exception when others then
 end $$;
 
 -- _maintain, after a fetch that found nothing: every 10 s in a session; when a lease has ended or a job has
--- expired, because a sleeper was told to come back then; and if an earlier call has not reached all claims of
--- a dead worker. The first call only records the time, because heartbeats do most of the due work.
+-- expired, because a sleeper was told to come back then; if an earlier call has not reached all claims of a
+-- dead worker; and if a claim was not handed out for too long. The first call only records the time, because heartbeats do most of the due work.
 create or replace function queue._maintain_idle()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -70,6 +70,8 @@ begin
       where (select aj.claim from queue.active_job aj where aj.id = e.id) is null
       order by e.at limit 1) <= v_now
     or exists (select from queue.worker w where w.gone_at is not null and not w.is_clear and not w.has_left)
+    or exists (select from queue.undelivered u join queue.active_job aj on aj.id = u.id and aj.claim = u.claim
+      where aj.claimed_at < v_now - {{stale_after}})
   then
     perform queue._maintain(interval '100 ms');
   end if;

@@ -62,7 +62,7 @@ comment on function queue.reap() is
 
 -- reap for p_budget, but at least 20 claims, so that each call makes progress, and a few end at once however
 -- busy the machine is. Locks, in this order: as _mark_dead_workers, _reap_gone, _reap_forgotten,
--- _forget_workers and _reap_leases; none is waited for.
+-- _forget_workers, _release_stale and _reap_leases; none is waited for.
 create or replace function queue._reap(p_budget interval)
 returns table (reaped integer, next_expiry timestamptz)
 language plpgsql volatile parallel unsafe security invoker rows 1 as $$
@@ -78,6 +78,9 @@ begin
     perform set_config('pgdefer.reviewed_at', date_part('epoch', v_now)::text, false);
   end if;
   perform queue._forget_workers(v_now);
+  if exists (select from queue.undelivered u) then
+    perform queue._release_stale(v_now);
+  end if;
   reaped := queue._reap_leases(v_now, v_now + p_budget, reaped);
   next_expiry := least((select min(greatest(w.last_seen_at, (select queue._up_since())) + w.dead_after)
     from queue.worker w where w.gone_at is null), queue._next_lease_end());

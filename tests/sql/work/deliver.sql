@@ -1,6 +1,6 @@
 -- Delivering: an answer of fetch is bounded. The rest is handed out separately, without the admission lock.
 
-select plan(68);
+select plan(76);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.large(bytes integer) returns jsonb language sql as $$
@@ -133,6 +133,29 @@ select is(pg_temp.aside(), 0::bigint, 'nothing is aside');
 select queue.resume('stops'), queue.resume(task => 'stops') \g /dev/null
 select pg_temp.got() \g /dev/null
 select is(pg_temp.got(), 'huge 100012, stops 100012', 'then they come again');
+select pg_temp.finish() \g /dev/null
+
+-- A claim that is not fetched is released: the slots of its worker are full, by claims ahead, or it stops
+select queue.defer('a', pg_temp.large(30000)), queue.defer('b', pg_temp.large(30000)) \g /dev/null
+select queue.defer('late', pg_temp.large(30000), options => '{"timeout": "1 s"}') as id \gset
+select count(*) from queue.fetch(:worker, null, 3, '{"ahead": 1}') \g /dev/null
+select queue.heartbeat(:worker) \g /dev/null
+select is(pg_temp.aside(), 1::bigint, 'one is aside, and the worker''s slots are full');
+update queue.active_job set claimed_at = claimed_at - interval '3 s' where id = :id;
+select queue.heartbeat(:worker) \g /dev/null
+select is((select count(*) from queue.undelivered u where u.id = :id), 0::bigint, 'it is released, by any maintenance');
+select queue.register_worker('idle', info => '{"dead_after": "1 day"}') as idle \gset
+select is((select string_agg(f.task, ', ') from queue.fetch(:idle, null, 3) f), 'late', 'so that another worker gets it');
+select is((select string_agg(concat_ws(' ', a.attempt, a.outcome), ', ') from queue.attempts a where a.job_id = :id), '1 released', 'without an attempt');
+select pg_temp.finish() \g /dev/null
+select queue.deregister_worker(:idle) \g /dev/null
+select queue.defer('huge', pg_temp.large(100000), options => '{"timeout": "1 s"}') as id \gset
+select is(pg_temp.got(), null, 'put aside');
+update queue.active_job set claimed_at = claimed_at - interval '3 s' where id = :id;
+select is(pg_temp.got(), null, 'is not handed out late, as its timeout counts from the claim');
+select is((select concat_ws(' ', j.state, j.attempts) from queue.jobs j where j.id = :id), 'ready 0', 'but given back');
+select pg_temp.got() \g /dev/null
+select is(pg_temp.got(), 'huge 100012', 'and handed out by its next claim');
 select pg_temp.finish() \g /dev/null
 
 -- After a full answer a session claims no more than fits
