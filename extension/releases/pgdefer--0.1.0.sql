@@ -14609,7 +14609,7 @@ comment on function queue.reap() is
 
 -- reap for p_budget, but at least 20 claims, so that each call makes progress, and a few end at once however
 -- busy the machine is. Locks, in this order: as _mark_dead_workers, _reap_gone, _reap_forgotten,
--- _forget_workers and _reap_leases; none is waited for.
+-- _forget_workers, _release_stale and _reap_leases; none is waited for.
 create or replace function queue._reap(p_budget interval)
 returns table (reaped integer, next_expiry timestamptz)
 language plpgsql volatile parallel unsafe security invoker rows 1 as $$
@@ -14625,6 +14625,9 @@ begin
     perform set_config('pgdefer.reviewed_at', date_part('epoch', v_now)::text, false);
   end if;
   perform queue._forget_workers(v_now);
+  if exists (select from queue.undelivered u) then
+    perform queue._release_stale(v_now);
+  end if;
   reaped := queue._reap_leases(v_now, v_now + p_budget, reaped);
   next_expiry := least((select min(greatest(w.last_seen_at, (select queue._up_since())) + w.dead_after)
     from queue.worker w where w.gone_at is null), queue._next_lease_end());
@@ -15534,8 +15537,9 @@ exception when others then
 end $$;
 
 -- _maintain, after a fetch that found nothing: every 10 s in a session; when a lease has ended or a job has
--- expired, because a sleeper was told to come back then; and if an earlier call has not reached all claims of
--- a dead worker. The first call only records the time, because heartbeats do most of the due work.
+-- expired, because a sleeper was told to come back then; if an earlier call has not reached all claims of a
+-- dead worker; and if a claim was not handed out for too long. The first call only records the time, because
+-- heartbeats do most of the due work.
 create or replace function queue._maintain_idle()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -15552,6 +15556,8 @@ begin
       where (select aj.claim from queue.active_job aj where aj.id = e.id) is null
       order by e.at limit 1) <= v_now
     or exists (select from queue.worker w where w.gone_at is not null and not w.is_clear and not w.has_left)
+    or exists (select from queue.undelivered u join queue.active_job aj on aj.id = u.id and aj.claim = u.claim
+      where aj.claimed_at < v_now - interval '2 s')
   then
     perform queue._maintain(interval '100 ms');
   end if;
@@ -17544,6 +17550,11 @@ end $$;
 -- pgdefer.undelivered, a setting of the session, names the worker that has undelivered claims, so that other
 -- fetches need not look for them. A new session looks once, and whenever it finds nothing to claim (behind a
 -- transaction pooler).
+--
+-- The worker does not know of undelivered claims. It may not fetch for long: its slots have become full, of
+-- which some of the claims were ahead, or it stops. So a claim that was not fetched within stale_after is
+-- released, by any maintenance (_release_stale), or at the latest by the worker's next fetch, as the job's
+-- timeout counts from the claim.
 
 -- Locks, here and in callers: a fetch that keeps claims undelivered holds the rows of queue.active_job that
 -- it has claimed, and the admission lock if it took it; its rows of queue.undelivered are new, so nobody
@@ -17568,7 +17579,8 @@ begin
     from queue.job_now j where j.id = p_id);
 end $$;
 
--- Releases undelivered claims of a worker that may no longer start; an expired job is cancelled by that.
+-- Releases undelivered claims of a worker that may no longer start, or are older than stale_after; an expired
+-- job is cancelled by that.
 -- Returns whether there was any. A claim whose row another transaction holds stays undelivered; the next call
 -- finds out whether it has ended.
 -- Locks: rows of queue.undelivered, then of queue.active_job, by skip locked.
@@ -17580,7 +17592,9 @@ declare
 begin
   for v_claim in
     select u.no, u.id, u.claim from queue.undelivered u
-    where u.worker_id = p_worker and not queue._may_start(u.id)
+    where u.worker_id = p_worker and (not queue._may_start(u.id)
+      or exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim
+        and aj.claimed_at < clock_timestamp() - interval '2 s'))
     order by u.id for update skip locked
   loop
     perform from queue.active_job aj where aj.id = v_claim.id
@@ -17597,6 +17611,29 @@ begin
     perform queue._announce();
   end if;
   return v_has_any;
+end $$;
+
+-- Releases claims that were not fetched within stale_after; returns their number.
+-- Locks: rows of queue.undelivered by skip locked; each claim as _reap_claim.
+-- Why no wake-up is lost: as _reap_claim.
+create or replace function queue._release_stale(p_now timestamptz)
+returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_claim record;
+  v_released integer := 0;
+begin
+  for v_claim in
+    select u.worker_id, u.no, u.id, u.claim from queue.undelivered u
+    where exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim
+      and aj.claimed_at < p_now - interval '2 s')
+    order by u.id limit 100 for update skip locked
+  loop
+    if queue._reap_claim(v_claim.id, v_claim.claim, 'released', null) > 0 then
+      v_released := v_released + 1;
+      delete from queue.undelivered u where u.worker_id = v_claim.worker_id and u.no = v_claim.no;
+    end if;
+  end loop;
+  return v_released;
 end $$;
 
 -- Makes the next fetch of this session hand out the undelivered claims of a worker, if there are any.
@@ -18186,8 +18223,10 @@ begin
     v_state := case when v_state = 'rest' then '' else v_state end;
     if v_ahead > 1 then
       channels := channels[2:];
-      -- the further back, the more rarely: a hundred would look ten times a second
-      v_wait := greatest(interval '10 s', v_ahead * interval '0.5 s');
+      -- The third notices that both before it have died or are frozen. The further back, the more rarely: a
+      -- hundred would look ten times a second.
+      v_wait := case v_ahead when 2 then interval '2 s'
+        else greatest(interval '10 s', v_ahead * interval '0.5 s') end;
       perform queue._leave_sleep_lock(v_state);
       v_state := 'rest';
     elsif v_ahead = 1 then

@@ -53,8 +53,10 @@ begin
     v_state := case when v_state = 'rest' then '' else v_state end;
     if v_ahead > 1 then
       channels := channels[2:];
-      -- the further back, the more rarely: a hundred would look ten times a second
-      v_wait := greatest(interval '10 s', v_ahead * interval '0.5 s');
+      -- The third notices that both before it have died or are frozen. The further back, the more rarely: a
+      -- hundred would look ten times a second.
+      v_wait := case v_ahead when 2 then interval '2 s'
+        else greatest(interval '10 s', v_ahead * interval '0.5 s') end;
       perform queue._leave_sleep_lock(v_state);
       v_state := 'rest';
     elsif v_ahead = 1 then

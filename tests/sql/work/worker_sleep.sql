@@ -1,6 +1,6 @@
 -- Sleeping: how long a worker may wait, and the sleep lock as seen by one session (several: work/worker_sleep.lead_sleeper.spec).
 
-select plan(96);
+select plan(97);
 
 -- The sleep lock and the lock of the other sleepers, as held by this session.
 create function pg_temp.held() returns text language sql as $$
@@ -154,7 +154,8 @@ begin
   where s.worker_id = v_worker;
   return (select s.wait_for from queue.before_sleep(v_worker, options => '{"in_line": true}') s);
 end $$;
-select is(pg_temp.behind(2), interval '10 s', 'the third every 10 s');
+select is(pg_temp.behind(2), interval '2 s', 'the third looks every 2 s');
+select is(pg_temp.behind(3), interval '10 s', 'the fourth every 10 s');
 select is(pg_temp.behind(20), interval '10 s', 'the twentieth behind the first too');
 select is(pg_temp.behind(30), interval '15 s', 'those behind it more rarely');
 select is(pg_temp.behind(80), interval '30 s', 'but not less often than every 30 s');
