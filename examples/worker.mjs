@@ -62,12 +62,14 @@ const report = (outcome) => { // to be sent with the next call
   outcomes.set(`${outcome.id}.${outcome.claim}`, outcome);
   hint(tell("finished", outcome.id, outcome.claim, outcome.outcome));
 };
-async function run({ id, claim, task, args, attempt, seconds }) {
-  if (stopping) return report({ id, claim, outcome: "released" }); // it was asked for before
-  const controller = new AbortController(), key = `${id}.${claim}`, ms = (seconds ?? Infinity) * 1000;
-  const job = { id, claim, lateAt: performance.now() + ms, abort: (reason) => { job.reason ??= reason; controller.abort(); } };
+async function run({ id, claim, task, args, attempt, seconds }, askedAt) {
+  const controller = new AbortController(), key = `${id}.${claim}`, lateAt = askedAt + (seconds ?? Infinity) * 1000;
+  // It was asked for before; or this process was frozen, and the claim may soon end.
+  if (stopping || performance.now() > lateAt + 5000) return report({ id, claim, outcome: "released" });
+  const job = { id, claim, lateAt, abort: (reason) => { job.reason ??= reason; controller.abort(); } };
   tell("started", id, claim);
   running.set(key, job);
+  const ms = lateAt - performance.now();
   const timer = ms < 2 ** 31 ? setTimeout(() => job.abort("timed out"), ms) : undefined;
   const outcome = await call(handlers.get(task), args, { id, claim, attempt, signal: controller.signal }, job);
   clearTimeout(timer);
@@ -90,6 +92,7 @@ async function call(handler, args, context, job) {
 }
 // Sends outcomes and fetches jobs. A refused outcome is sent alone, then without its content.
 async function exchange(sent, free) {
+  const askedAt = performance.now();
   let rows;
   try {
     rows = free
@@ -111,7 +114,7 @@ async function exchange(sent, free) {
   }
   if (performance.now() - beatAt > DEAD_AFTER * 1000) // frozen so long, it may be gone
     await main("select from queue.heartbeat($1)", worker);
-  return rows.filter((row) => !row.error).map(run).length;
+  return rows.filter((row) => !row.error).map((row) => run(row, askedAt)).length;
 }
 // Goes to sleep: listens, fetches once more, then waits for a notification.
 async function rest(free) {

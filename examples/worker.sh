@@ -81,15 +81,17 @@ end() {  # JOB [OUTCOME [SQL]]: kills a running job
   unset "pid_of[$1]" "late_at[$1]"
   if [[ $2 ]]; then report "$@"; fi
 }
-start() {  # JOB TIMEOUT TASK ARGS
-  # It runs already; or this process was frozen, and another worker may have it by now.
-  if ((stopping || $(now) - beat_at > ${DEAD_AFTER:-30} * second)); then report "$1" released; return; fi
+start() {  # JOB LATE_AT TASK ARGS
+  # It runs already; or this process was frozen, and another worker may have it by now, or soon.
+  if ((stopping || $(now) - beat_at > ${DEAD_AFTER:-30} * second || $2 && $(now) > $2 + 5 * second)); then
+    report "$1" released; return
+  fi
   printf -v task %b "$3"
   tell started "$1"
   (exec {to}>&- {from}<&-; (handle "$task" <<< "$4" > "$folder/$1.out" 2> "$folder/$1.err" {ended}>&-)
     echo $? > "$folder/$1.new"; mv "$folder/$1.new" "$folder/$1.status"; echo >&"$ended") &
   pid_of[$1]=$!
-  if (($2)); then late_at[$1]=$(($(now) + $2)); fi
+  if (($2)); then late_at[$1]=$2; fi
 }
 finish() {  # JOB STATUS
   local out err
@@ -123,10 +125,14 @@ send() {  # JOB...: sends their outcomes; a refused one is sent alone, then with
   esac
 }
 take() {  # SLOTS: starts the jobs that it gets; fails if there are none
+  local asked_at=$(now)
   ask "select id || '.' || claim, (coalesce(extract(epoch from timeout), 0) * $second)::bigint,
     replace(replace(replace(task, '\\', '\\\\'), e'\\n', '\\n'), e'\\t', '\\t'), args from queue.fetch($worker, $queues, $1)"
   judge || return
-  for row in "${rows[@]}"; do IFS=$'\t' read -r job timeout task args <<< "$row"; start "$job" "$timeout" "$task" "$args"; done
+  for row in "${rows[@]}"; do
+    IFS=$'\t' read -r job timeout task args <<< "$row"
+    start "$job" $((timeout ? asked_at + timeout : 0)) "$task" "$args"
+  done
   ((${#rows[@]}))
 }
 

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import psycopg
 import pytest
 from psycopg.types.json import Jsonb
 
@@ -84,6 +85,32 @@ def test_outlives_its_timeout(lab: Any) -> None:
     (job,) = lab.end(id)
     assert not job["error"].startswith("not done within its timeout")
     assert (lab.attempts(id), job["claims"]) == (["timed_out"], 1)
+
+
+@pytest.mark.long
+def test_a_claim_that_is_heard_of_too_late(lab: Any) -> None:
+    """It goes back: others may end it 10 seconds after the job's timeout, counted from the claim."""
+    worker = lab.start(HEARTBEAT_EVERY=30, DEAD_AFTER=60)
+    lives(lab)
+    waits = (
+        "select true from pg_stat_activity where wait_event_type = 'Lock'"
+        " and query ~ 'fetch' and pid <> pg_backend_pid()"
+    )
+    with psycopg.connect(lab.dsn) as other:
+        other.execute("lock table queue.active_job in exclusive mode")
+        id = lab.defer("echo", options={"timeout": "1 s"})
+        wait_for(lambda: lab.value(waits))
+        worker.send(signal.SIGSTOP)
+    try:
+        claim = lab.reach(id, "running")["claim"]
+        over = "select clock_timestamp() > started_at + interval '7 s' from queue.jobs where id = %s"
+        wait_for(lambda: lab.value(over, [id]))
+    finally:
+        worker.send(signal.SIGCONT)
+    job = lab.end(id)[0]
+    assert (job["state"], lab.attempts(id)) == ("succeeded", ["released"])
+    starts = [event["claim"] for event in worker.events if event["event"] == "started"]
+    assert claim not in starts
 
 
 def test_within_its_timeout(shared: Any) -> None:
