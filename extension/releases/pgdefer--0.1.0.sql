@@ -17566,11 +17566,13 @@ end $$;
 -- queue.active_job goes and the row here stays: its pair is no longer current, so it is skipped.
 -- Two sessions: work/deliver.reap.spec.
 
--- Whether a claimed job may start: it has not expired, and neither its queue nor its task is paused.
-create or replace function queue._may_start(p_id bigint)
+-- Whether a claimed job may start: it has not expired, its worker was not told to abort it, and neither its
+-- queue nor its task is paused.
+create or replace function queue._may_start(p_id bigint, p_claim bigint)
 returns boolean language plpgsql volatile parallel safe security invoker as $$
 begin
-  if exists (select from queue.expiry e where e.id = p_id and e.at <= clock_timestamp()) then
+  if exists (select from queue.expiry e where e.id = p_id and e.at <= clock_timestamp())
+    or exists (select from queue.abort a where a.id = p_id and a.claim = p_claim) then
     return false;
   end if;
   return not exists (select from queue.pause p where p.is_paused) or (
@@ -17580,7 +17582,7 @@ begin
 end $$;
 
 -- Releases undelivered claims of a worker that may no longer start, or are older than stale_after; an expired
--- job is cancelled by that.
+-- or aborted job is cancelled by that.
 -- Returns whether there was any. A claim whose row another transaction holds stays undelivered; the next call
 -- finds out whether it has ended.
 -- Locks: rows of queue.undelivered, then of queue.active_job, by skip locked.
@@ -17592,7 +17594,7 @@ declare
 begin
   for v_claim in
     select u.no, u.id, u.claim from queue.undelivered u
-    where u.worker_id = p_worker and (not queue._may_start(u.id)
+    where u.worker_id = p_worker and (not queue._may_start(u.id, u.claim)
       or exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim
         and aj.claimed_at < clock_timestamp() - interval '2 s'))
     order by u.id for update skip locked
@@ -17723,7 +17725,7 @@ begin
   else
     with deliverable as (
       select u.no, u.size from queue.undelivered u
-      where u.worker_id = p_worker and queue._may_start(u.id)
+      where u.worker_id = p_worker and queue._may_start(u.id, u.claim)
       order by u.no for update skip locked),
     gone as (
       delete from queue.undelivered u

@@ -1,6 +1,6 @@
 -- Delivering: an answer of fetch is bounded. The rest is handed out separately, without the admission lock.
 
-select plan(76);
+select plan(77);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.large(bytes integer) returns jsonb language sql as $$
@@ -89,17 +89,20 @@ select pg_temp.finish() \g /dev/null
 select queue.defer('huge', pg_temp.large(100000)) as id \gset
 select pg_temp.got() \g /dev/null
 select is_empty(format('select * from queue.claims(%s)', :worker), 'are none that the worker should know');
-select queue.cancel(:id, abort => true) \g /dev/null
-select is((select h.reason from queue.heartbeat(:worker) h where h.id = :id), 'cancelled', 'can be told to abort');
-select is(pg_temp.got(), 'huge 100012', 'and are handed out nevertheless');
+select is(pg_temp.got(), 'huge 100012', 'and come with the next fetch');
 select pg_temp.finish() \g /dev/null
 select queue.defer('huge', pg_temp.large(100000)) as id \gset
 select pg_temp.got() \g /dev/null
 select queue.retry(array[:id]::bigint[], force => true) \g /dev/null
-select is(pg_temp.got(), null, 'one that was taken away is not handed out');
-select is(pg_temp.got(), null, 'claimed again, it is aside again');
+select is(pg_temp.got(), null, 'one that was taken away is not handed out: claimed again, it is aside again');
 select is(pg_temp.got(), 'huge 100012', 'and comes by its new claim');
 select pg_temp.finish() \g /dev/null
+select queue.defer('huge', pg_temp.large(100000)) as id \gset
+select pg_temp.got() \g /dev/null
+select queue.cancel(:id, abort => true) \g /dev/null
+select is((select h.reason from queue.heartbeat(:worker) h where h.id = :id), 'cancelled', 'one can be told to abort');
+select is(pg_temp.got(), null, 'and is not handed out then');
+select results_eq(format('select j.state, j.reason from queue.jobs j where j.id = %s', :id), $$values ('cancelled', 'aborted')$$, 'but ends');
 select queue.defer('huge', pg_temp.large(100000)) as id \gset
 select queue.register_worker('dies', info => '{"dead_after": "1 s"}') as dies \gset
 select * from queue.fetch(:dies) \g /dev/null
