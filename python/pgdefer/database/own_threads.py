@@ -1,6 +1,6 @@
 """Calls in threads of their own: the event loop's default executor is the handlers'.
 
-And whether this thread runs an event loop.
+And whether this thread runs an event loop, perhaps that of a worker.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["has_running_loop", "in_own_thread"]
+__all__ = ["blocks_worker", "enter_coroutine", "has_running_loop", "in_own_thread"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_in_coroutine: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "pgdefer_in_coroutine", default=False
+)
 
 
 def has_running_loop() -> bool:
@@ -28,6 +32,16 @@ def has_running_loop() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def enter_coroutine() -> None:
+    """Note that this context is a handler's that runs in the event loop of its worker."""
+    _in_coroutine.set(True)
+
+
+def blocks_worker() -> bool:
+    """Whether a call that waits here would block the event loop of a worker."""
+    return _in_coroutine.get() and has_running_loop()
 
 
 async def in_own_thread(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:

@@ -19,6 +19,7 @@ from pgdefer.database import sql
 from pgdefer.database.connection import ConnectionLost, NotifyConnection, Rows
 from pgdefer.database.execute import execute
 from pgdefer.database.growing_delay import GrowingDelay
+from pgdefer.database.own_threads import blocks_worker
 from pgdefer.database.pool import SyncPool, cursor
 from pgdefer.database.source import AsyncPsycopgConnection, PsycopgConnection, Source, close_now
 from pgdefer.database.sql import Statement
@@ -108,6 +109,11 @@ def _wait(
         wait_for = min(wait_for, end - time.monotonic())
         if wait_for <= 0:
             return None
+        if blocks_worker():  # which may be the only one that can run the job
+            raise RuntimeError(
+                "result() would block the worker's event loop: await result_async(...), or"
+                " current_job().call_async(...)"
+            )
         listening.sleep(wait_for)
 
 

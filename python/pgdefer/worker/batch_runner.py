@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from pgdefer.database.own_threads import enter_coroutine
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.context import JobContext, JobTimeout
 from pgdefer.tasks.interruptible import Interruptible
@@ -61,6 +62,7 @@ class BatchRunner:
             return
         try:
             jobs = jobs_of(claims)
+            enter_coroutine()
             outcomes = await run_batch_async(task, jobs, decode_args_async, self._worker)
         except BaseException as error:
             outcomes = [internal_error(claim, error) for claim in claims]

@@ -16,7 +16,7 @@ import psycopg
 from pgdefer._text import logger
 from pgdefer.database import sql
 from pgdefer.database.execute import execute
-from pgdefer.database.own_threads import in_own_thread
+from pgdefer.database.own_threads import enter_coroutine, in_own_thread
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.tasks.context import JobContext, Middleware, enter_job
 from pgdefer.tasks.error_report import error_text
@@ -84,6 +84,7 @@ async def run_async(
         positional, named = task.unbind(args)
         if not task.is_async:
             return positional, named
+        enter_coroutine()
         async with middleware_async(job, task.middleware):
             if task.execution.transactional:
                 result = await call_in_transaction_async(job, task, pool, positional, named)

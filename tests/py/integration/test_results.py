@@ -132,6 +132,23 @@ def test_any_style(app: App, conn: Connection, style: str) -> None:
     app.close()
 
 
+def test_a_coroutine_may_not_block_its_worker(app: App, conn: Connection) -> None:
+    tasks = add_tasks(app)
+
+    @app.task(name="parent")
+    async def parent() -> int:
+        child = tasks.double.defer(4)
+        with pytest.raises(RuntimeError, match="event loop: await result_async"):
+            child.result(1)
+        with pytest.raises(TimeoutError):
+            child.result(0)
+        await child.result_async(300)
+        return child.result() + await asyncio.to_thread(lambda: tasks.double.defer(5).result(300))
+
+    with working(Worker(app)):
+        assert parent.defer().result(300) == 18
+
+
 async def test_results_async(app: App, conn: Connection) -> None:
     tasks = add_tasks(app)
     async with running(app):
