@@ -281,7 +281,8 @@ def _misread(values: Mapping[str, Any]) -> Iterator[None]:
 def typed(names: Mapping[str, str]) -> Iterator[None]:
     """Let the database's refusals in the block name what the user has typed.
 
-    The names of arguments in such messages and hints have those of options in their places.
+    The names of arguments in such messages and hints have those of options in their places, but for
+    a hint that lists the keys of JSON.
     """
     try:
         yield
@@ -290,7 +291,8 @@ def typed(names: Mapping[str, str]) -> Iterator[None]:
         if better is None:
             raise
         better.message = _renamed(better.message, names)
-        better.hint = better.hint and _renamed(better.hint, names)
+        if better.hint and not better.hint.startswith("Known keys: "):
+            better.hint = _renamed(better.hint, names)
         raise better from error
 
 

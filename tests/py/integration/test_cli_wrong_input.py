@@ -69,6 +69,13 @@ def test_options_are_an_object(run: Run, options: str) -> None:
         assert "options: give a JSON object" in done.err
 
 
+def test_unknown_options_list_the_keys_of_their_json(run: Run) -> None:
+    done = run("defer", "t", "--options", '{"delai": 5}')
+    assert (done.code, done.out) == (Exit.USAGE, "")
+    assert "Known keys: delay, " in done.err
+    assert "--" not in done.err
+
+
 @pytest.mark.parametrize("command", [("job", "tail"), ("job", "stream", "1", "s"), ("top",)])
 @pytest.mark.parametrize("interval", ["inf", "nan", "1e300", "-1"])
 def test_intervals_are_sensible(run: Run, command: tuple[str, ...], interval: str) -> None:
