@@ -414,23 +414,31 @@ def _load(where: str) -> App:
     try:
         found.import_tasks()
     except ModuleNotFoundError as error:
-        fail(Exit.NO_APP, f"{where}, imports={list(found.imports)}: {error}")
+        fail(Exit.NO_APP, f"{where}, imports={list(found.imports)}: {_place(error)}{error}")
     except Exception as error:
         _fail_to_import(where, error)
     return found
 
 
-def _fail_to_import(where: str, error: Exception) -> NoReturn:
-    """Print where a module of the application raises, without the frames of others."""
+_OURS = str(Path(pgdefer.__file__).parent)
+
+
+def _place(error: Exception) -> str:
+    """Return where a module of the application raises, without the frames of others, or ""."""
     frames = traceback.extract_tb(error.__traceback__)
-    ours = str(Path(pgdefer.__file__).parent)
-    own = [frame for frame in frames if not frame.filename.startswith((ours, "<frozen"))]
+    own = [frame for frame in frames if not frame.filename.startswith((_OURS, "<frozen"))]
     own = [frame for frame in own if frame.filename != importlib.__file__]
-    at = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+    return f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+
+
+def _fail_to_import(where: str, error: Exception) -> NoReturn:
+    """Print where a module of the application raises."""
+    frames = traceback.extract_tb(error.__traceback__)
+    at = _place(error)
     # Errors of pgdefer have a message that says enough; for others the type says more.
     if (
         frames
-        and frames[-1].filename.startswith(ours)
+        and frames[-1].filename.startswith(_OURS)
         and isinstance(error, TypeError | ValueError)
     ):
         fail(Exit.USAGE, f"{at}{error}")
@@ -445,7 +453,10 @@ def _find(where: str) -> App:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        fail(Exit.NO_APP, f"{where}: {error}")
+        if (path := Path(module_name)).suffix == ".py" and path.exists():
+            stem = ".".join(path.with_suffix("").parts)
+            fail(Exit.NO_APP, f"{where} is a file: pass its module, {stem}")
+        fail(Exit.NO_APP, f"{where}: {_place(error)}{error}")
     except Exception as error:
         _fail_to_import(where, error)
     found: Any = module

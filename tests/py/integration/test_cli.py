@@ -382,6 +382,21 @@ def test_the_only_app_of_a_module_is_named(run: Run, tmp_path: Path) -> None:
     )
 
 
+def test_an_import_that_fails_is_located(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mod.py").write_text("import other\n")
+    (tmp_path / "other.py").write_text("import os\nimport no_such\n")
+    done = run("worker", "-A", "mod", "--drain")
+    assert (done.returncode, done.stderr) == (
+        Exit.NO_APP,
+        f"pgdefer: mod: {tmp_path}/other.py:2: No module named 'no_such'\n",
+    )
+    done = run("worker", "-A", "mod.py", "--drain")
+    assert (done.returncode, done.stderr) == (
+        Exit.NO_APP,
+        "pgdefer: mod.py is a file: pass its module, mod\n",
+    )
+
+
 @pytest.mark.parametrize("names", ["", "a,", ",a"])
 def test_an_empty_name_does_not_stand_for_all_queues(run: Run, tmp_path: Path, names: str) -> None:
     (tmp_path / "mod.py").write_text(MODULE.format(dsn=NOWHERE))
