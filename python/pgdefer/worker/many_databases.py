@@ -175,7 +175,7 @@ class MultiWorker:
             if not self._client.source.is_chosen:
                 stack.enter_context(self._refused_elsewhere())
             if handle_signals:
-                stack.enter_context(signals(self._on_stop, self.stop_at_once, self._tell))
+                stack.enter_context(self._on_signals())
             if self.http is not None:
                 self.probes = Probes(self.http, self._answer)
             try:
@@ -219,6 +219,15 @@ class MultiWorker:
         for served in self._all_served():
             if served.worker is not None:
                 served.worker.state.tell_to_stop()
+
+    def _on_signals(self) -> contextlib.AbstractContextManager[None]:
+        loop = asyncio.get_running_loop()
+
+        def on_deaf() -> None:
+            for worker in self._all_workers():
+                worker.executor.warn_of_blocking(loop)
+
+        return signals(self._on_stop, self.stop_at_once, self._tell, on_deaf)
 
     def _on_stop(self) -> None:
         self._stop(self._is_stopping)

@@ -103,20 +103,41 @@ def signals(
     on_stop: Callable[[], None],
     on_quit: Callable[[], None],
     on_any: Callable[[], None] = _nothing,
+    on_deaf: Callable[[], None] = _nothing,
 ) -> Iterator[None]:
     """Call on SIGTERM and SIGINT, and on SIGQUIT; only the main thread can.
 
-    `on_any` is called before, at once: in the midst of what blocks the loop.
+    `on_any` is called before, at once: in the midst of what blocks the loop. `on_deaf` is called in
+    a thread if the loop has not heard of a signal after a second.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     handlers = dict(zip(HANDLED, (on_stop, on_stop, on_quit), strict=True))
     loop = asyncio.get_running_loop()
+    told = heard = 0
+
+    def hear(handler: Callable[[], None]) -> None:
+        nonlocal heard
+        heard = told
+        handler()
+
+    def tell(*_: object) -> None:
+        nonlocal told
+        told += 1
+        on_any()
+        timer = threading.Timer(GRACE, check, [told])
+        timer.daemon = True
+        timer.start()
+
+    def check(number: int) -> None:
+        if heard < number and loop in _handling:
+            on_deaf()
+
     for number, handler in handlers.items():
-        loop.add_signal_handler(number, handler)
+        loop.add_signal_handler(number, hear, handler)
         # In place of asyncio's own, which does nothing: the loop hears of signals by its pipe.
-        signal.signal(number, lambda *_: on_any())
+        signal.signal(number, tell)
         signal.siginterrupt(number, False)
     _handling.append(loop)
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import socket
@@ -412,7 +413,9 @@ class Worker:
             else:
                 self.stop()
 
-        return signals(on_stop, self.stop_at_once, self.state.tell_to_stop)
+        tell, loop = self.state.tell_to_stop, asyncio.get_running_loop()
+        on_deaf = functools.partial(self.executor.warn_of_blocking, loop)
+        return signals(on_stop, self.stop_at_once, tell, on_deaf)
 
     # What the listener and the heartbeat tell
 

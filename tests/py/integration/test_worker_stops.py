@@ -424,6 +424,25 @@ def test_no_coroutine_begins_after_a_signal(
     ]
 
 
+def test_a_signal_tells_of_a_coroutine_that_blocks_the_loop(
+    app: App, jobs: Jobs, program: Program, tmp_path: Path
+) -> None:
+    release = tmp_path / "release"
+    app.defer("block", {"path": str(release)})
+    process = program()
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    late = threading.Timer(30, release.touch)  # so that the test fails, and does not hang
+    late.start()
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.readline() == "blocked\n"
+    late.cancel()
+    release.touch()
+    assert process.stdout.read() == "stopping\nended\n"
+    assert process.wait(300) == 0
+    assert list(jobs.states().values()) == ["succeeded"]
+
+
 @pytest.mark.parametrize("stop", [Worker.stop, Worker.stop_at_once], ids=lambda x: x.__name__)
 async def test_no_coroutine_begins_after_a_stop_by_a_thread(
     app: App, jobs: Jobs, stop: Callable[[Worker], None]

@@ -23,6 +23,8 @@ class Stopping(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if record.getMessage().startswith("stopping"):
             say("stopping")
+        if "blocks the event loop" in record.getMessage():
+            say("blocked")
 
 logging.getLogger("pgdefer").addHandler(Stopping())
 logging.getLogger("pgdefer").setLevel("INFO")
