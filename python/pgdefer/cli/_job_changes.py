@@ -244,9 +244,10 @@ def cancel(
             each = [_cancelled(on, id, abort=abort, children=children) for id in dict.fromkeys(ids)]
         _end(sum(each, Rows([], [])))
         return
-    refused = 0
+    each_once = list(dict.fromkeys(ids))
+    refused: list[int] = []
     with session(dsn, dry_run=dry_run) as on:
-        for id in dict.fromkeys(ids):
+        for id in each_once:
             asked = {"id": id, "abort": abort}
             try:
                 with reported(), on.transaction():
@@ -257,11 +258,12 @@ def cancel(
                     if rows.values:
                         _end(rows)
             except typer.Exit as end:
-                if len(ids) == 1 or end.exit_code == Exit.UNREACHABLE:
+                if end.exit_code == Exit.UNREACHABLE:
                     raise
-                refused += 1
+                refused.append(end.exit_code)
     if refused:
-        raise typer.Exit(Exit.PARTLY if refused < len(ids) else Exit.ERROR)
+        is_one_reason = len(refused) == len(each_once) and len(set(refused)) == 1
+        raise typer.Exit(refused[0] if is_one_reason else Exit.PARTLY)
 
 
 @jobs.command("reschedule")

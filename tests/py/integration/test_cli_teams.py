@@ -93,6 +93,15 @@ def test_many_are_cancelled(app: App, run: Run, jobs: Jobs) -> None:
     assert set(jobs.states().values()) == {"cancelled"}
 
 
+def test_the_exit_code_says_why_none_is_cancelled(app: App, run: Run) -> None:
+    ids = [app.defer("t").id for _ in range(2)]
+    assert run("job", "cancel", *ids, "--yes").code == Exit.DONE
+    for form in ((), ("--json",)):
+        assert run("job", "cancel", *ids, "--yes", *form).code == Exit.WRONG_STATE
+        assert run("job", "cancel", 7777, 7777, 7778, "--yes", *form).code == Exit.NOT_FOUND
+        assert run("job", "cancel", ids[0], 7777, "--yes", *form).code == Exit.PARTLY
+
+
 def test_locks_and_limits(app: App, run: Run) -> None:
     for _ in range(2):
         app.defer("t", lock="customer:1")
