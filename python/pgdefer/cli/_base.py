@@ -133,6 +133,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 # JSON with more levels is shown as text: what shows a value calls itself for each.
 LEVELS = 100
+# Of the numbers that are read here: int() refuses very long ones.
+MOST_DIGITS = 19
 # The longest time between queries, in seconds: a day.
 LONGEST = 86_400
 

@@ -14,7 +14,7 @@ import typer
 from pgdefer.database import sql
 
 from . import _show
-from ._base import DSN, AsJson, DryRun, Exit, Rows, Yes, confirm, out, session
+from ._base import DSN, AsJson, DryRun, Exit, Rows, Yes, confirm, out, session, typed
 
 db = typer.Typer(help="The database's figures, health and upkeep.", no_args_is_help=True)
 
@@ -139,13 +139,14 @@ def prune(
     dry_run: DryRun = False,
 ) -> None:
     """Remove finished jobs past their retention; with --state, jobs in that state."""
+    names = {"older_than": "--older-than", "state": "--state"}
     if state is not None and not (yes or dry_run):
         # A wrong state or interval is refused before the question.
-        with session(dsn) as on, on.rehearsal():
+        with session(dsn) as on, on.rehearsal(), typed(names):
             on.call(sql.PRUNE, {"max_jobs": 1, "state": state, "older_than": older_than})
         confirm(f"Remove {_show.escaped(state)} jobs for good?", yes=yes, dry_run=dry_run)
     jobs = 0
-    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on, typed(names):
         while limit is None or jobs < limit:
             most = min(PRUNED_AT_ONCE, PRUNED_AT_ONCE if limit is None else limit - jobs)
             asked = {"max_jobs": most, "state": state, "older_than": older_than}

@@ -13,7 +13,20 @@ import typer
 from pgdefer.database import sql
 
 from . import _complete, _show
-from ._base import DSN, AsJson, DryRun, Exit, Rows, Yes, confirm, fail, out, session, typed
+from ._base import (
+    DSN,
+    MOST_DIGITS,
+    AsJson,
+    DryRun,
+    Exit,
+    Rows,
+    Yes,
+    confirm,
+    fail,
+    out,
+    session,
+    typed,
+)
 from ._job import Task
 
 queues = typer.Typer(help="Queues.", no_args_is_help=True)
@@ -28,6 +41,9 @@ Pattern = Annotated[
         metavar="[QUEUE]", help="A queue's name, prefix* or *.", autocompletion=_complete.queue
     ),
 ]
+
+# The options of `configure` by the names that they have in messages.
+OPTIONS = {"rate": "--rate", "max_running": "--max-running", "retain": "--retain"}
 
 COLUMNS = {
     "name": "queue",
@@ -186,7 +202,7 @@ def configure(
             fail(Exit.USAGE, f"--rate is N/INTERVAL, such as 10/1min, not {options['rate']}")
         options["rate"] = {"limit": _number(limit), "per": per}
     parameters = {"name": name, "options": json.dumps(options)}
-    names = {"per": "--rate, INTERVAL", "rate": "--rate"}
+    names = {"per": "--rate, INTERVAL"} | OPTIONS
     names['Pass {"limit": 10, "per": "1 minute"}.'] = "Give N/INTERVAL, such as 10/1min."
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         with typed(names):
@@ -197,4 +213,5 @@ def configure(
 
 def _number(text: str) -> int | str:
     """Return a number as an int. The database refuses other texts."""
-    return int(text) if text.isascii() and text.isdigit() else text
+    is_number = text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS
+    return int(text) if is_number else text
