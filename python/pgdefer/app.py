@@ -27,7 +27,7 @@ from pgdefer.tasks.blueprint import Blueprint
 from pgdefer.tasks.context import Middleware
 from pgdefer.tasks.defining import Defining
 from pgdefer.tasks.group import Group
-from pgdefer.tasks.hooks import JobEvent, check_hook
+from pgdefer.tasks.hooks import JobEvent, check_event, check_hook
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.middleware import check_middleware
 from pgdefer.tasks.option_checks import check_options
@@ -241,6 +241,7 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         the database knows the fate of its jobs. It receives the `Worker` before the worker takes
         jobs (`worker_start`), and after it has returned the last one (`worker_stop`).
         """
+        check_event(event)
 
         def add(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
             check_hook(event, hook)

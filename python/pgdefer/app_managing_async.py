@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Unpack
 
+from pgdefer.checks import check_text
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyAsyncConnection
 from pgdefer.errors import Naming
@@ -257,6 +258,7 @@ class AsyncManaging(Registry):
         what = f"the schedule {name!r}"
         named = task_name(task)
         check_cron(what, cron)
+        check_text("timezone", timezone, "Europe/Berlin")
         check_options(what, options, RecurringOptions)
         if isinstance(task, Task):
             with Naming(what):
@@ -301,6 +303,7 @@ class AsyncManaging(Registry):
     ) -> list[dt.datetime]:
         """Return the next runs of a cron expression, for a form that asks for one, for example."""
         check_cron("the schedule", cron)
+        check_text("timezone", timezone, "Europe/Berlin")
         parameters = {"cron": cron, "timezone": timezone, "n": n}
         rows = await self.client.call_async(sql.NEXT_RUNS, parameters, connection)
         return [run_at for run_at, _ in rows]

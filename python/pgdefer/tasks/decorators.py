@@ -126,12 +126,14 @@ class RecurringDecorator:
         registry: Registry,
         defaults: Mapping[str, Any],
         *,
-        cron: str,
+        cron: Any,
         timezone: str,
         name: str | None,
         args: Mapping[str, Any] | None,
         options: Mapping[str, Any],
     ) -> None:
+        if not isinstance(cron, str):  # such as the function of an `@app.recurring` without one
+            check_cron("the schedule", cron)
         self._registry = registry
         self._defaults = defaults
         self._cron = cron

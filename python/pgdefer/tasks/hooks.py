@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from pgdefer.tasks.context import JobContext
 
-__all__ = ["Event", "JobEvent", "check_hook"]
+__all__ = ["Event", "JobEvent", "check_event", "check_hook"]
 
 Event = Literal["exhausted", "retry", "crash", "worker_start", "worker_stop"]
 EVENTS: tuple[str, ...] = get_args(Event)
@@ -34,10 +34,14 @@ class JobEvent:
     duration: float
 
 
-def check_hook(event: str, hook: Callable[[Any], Any]) -> None:
-    """Raise TypeError or ValueError for a hook that can't be called."""
+def check_event(event: str) -> None:
+    """Raise ValueError for what is no event, such as the function of an `@app.on` without one."""
     if event not in EVENTS:
         raise ValueError(f"there is no event {event!r}: events are {', '.join(EVENTS)}")
+
+
+def check_hook(event: str, hook: Callable[[Any], Any]) -> None:
+    """Raise TypeError for a hook that can't be called."""
     if not callable(hook):
         raise TypeError(f"a hook must be a function, not {hook!r}")
     given = "the Worker" if event.startswith("worker") else "a JobEvent"

@@ -252,6 +252,22 @@ MANAGING: dict[str, tuple[Callable[[App], object], str]] = {
         lambda app: app.schedule("nightly", "@daily", "t", args={1: 2}),  # type: ignore[dict-item]
         "the names in args must be text, not 1",
     ),
+    "a time zone as time zone": (
+        lambda app: app.schedule("nightly", "@daily", "t", timezone=dt.UTC),  # type: ignore[arg-type]
+        "timezone must be text, such as 'Europe/Berlin', not datetime.timezone.utc",
+    ),
+    "a time zone of runs": (
+        lambda app: app.next_runs("@daily", timezone=dt.UTC),  # type: ignore[arg-type]
+        "timezone must be text, such as 'Europe/Berlin', not datetime.timezone.utc",
+    ),
+    "a schedule without an expression": (
+        lambda app: app.recurring(greet),  # type: ignore[arg-type]
+        "a cron expression is needed, not <function greet",
+    ),
+    "a hook without an event": (
+        lambda app: app.on(greet),  # type: ignore[call-overload]
+        "events are exhausted, retry, crash, worker_start, worker_stop",
+    ),
     "days as retain": (
         lambda app: app.publish("paid", retain=30),  # type: ignore[arg-type]
         "retain must be a timedelta, not 30",
