@@ -569,9 +569,12 @@ def _members(holder: object) -> Mapping[str, Any]:
 def _find_type(name: Any) -> type:
     found = _look_up(name) if isinstance(name, str) else None
     if not issubclass(type(found), type):
+        is_main = isinstance(name, str) and name.startswith("__main__:")
         raise DecodeError(
             f"the class {name!r} isn't known here",
-            hint="Import its module where the worker's tasks are imported.",
+            hint="It is from a main program: move it to a module that the worker's tasks import."
+            if is_main
+            else "Import its module where the worker's tasks are imported.",
         )
     return cast("type", found)
 

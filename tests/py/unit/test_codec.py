@@ -227,6 +227,7 @@ def test_a_field_dropped_since_is_an_error() -> None:
         ('{"__pgdefer__": "nothing", "value": 1}', "unknown tag 'nothing'"),
         ('{"__pgdefer__": "enum", "type": "os:system", "value": 1}', "'os:system' isn't known"),
         ('{"__pgdefer__": "enum", "type": "antigravity:X", "value": 1}', "isn't known here"),
+        ('{"__pgdefer__": "enum", "type": "__main__:X", "value": 1}', "move it to a module that"),
         ('{"__pgdefer__": "enum", "type": "builtins:int", "value": 1}', "is no enum"),
         ('{"__pgdefer__": "dataclass", "type": "builtins:int", "value": {}}', "is no dataclass"),
         ('{"__pgdefer__": "datetime", "value": "2020-01-01", "zone": "No/Where"}', "datetime: "),
