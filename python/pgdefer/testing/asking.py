@@ -20,9 +20,10 @@ from pgdefer.testing.assertions import Assertions, checked_app
 from pgdefer.testing.jobs import DeferredJob, deferred_job
 from pgdefer.testing.threads import Threads
 
-__all__ = ["AskingQueue"]
+__all__ = ["PAGE", "AskingQueue"]
 
-_PAGE = 1000
+# How many jobs one call returns, and one call deletes.
+PAGE = 1000
 _LONGEST = dt.timedelta(days=365_000)
 # The options of a schedule that queue.defer does not take, or not in this form.
 _OF_SCHEDULES = {"catch_up", "max_delay", "overlap", "enabled", "deadline"}
@@ -49,10 +50,10 @@ class AskingQueue(Assertions[DeferredJob]):
         found: list[DeferredJob] = []
         after = self._after
         while True:
-            rows = await self._call(sql.DEFERRED, {"after": after, "max_jobs": _PAGE})
+            rows = await self._call(sql.DEFERRED, {"after": after, "max_jobs": PAGE})
             texts = [text for row in rows for text in (row[2], row[-2])]  # args and headers
             found += await self._threads.decode(self.app.codec, texts, self._deferred, rows)
-            if len(rows) < _PAGE:
+            if len(rows) < PAGE:
                 return found
             after = found[-1].id
 

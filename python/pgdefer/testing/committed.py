@@ -5,7 +5,7 @@ Tests: integration/test_testing.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Self
 
 from pgdefer.database import sql
@@ -13,7 +13,8 @@ from pgdefer.database.callers import Rows
 from pgdefer.database.own_threads import has_running_loop
 from pgdefer.database.sql import Statement
 from pgdefer.errors import JobFailed
-from pgdefer.testing.asking import AskingQueue
+from pgdefer.testing.asking import PAGE, AskingQueue
+from pgdefer.testing.connections import at_once
 from pgdefer.testing.jobs import DeferredJob
 from pgdefer.testing.threads import run_apart
 
@@ -34,9 +35,10 @@ class CommittedTestQueue(AskingQueue):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if ids := [job.id for job in self.deferred()]:
-            self.app.client.call(sql.DELETE, {"ids": ids, "force": True})
-        self.app.close()
+        try:
+            at_once(self._remove(self._call_here))
+        finally:
+            self.app.close()
 
     async def __aenter__(self) -> Self:
         self.app.import_tasks()
@@ -44,9 +46,21 @@ class CommittedTestQueue(AskingQueue):
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if ids := [job.id for job in await self.deferred_async()]:
-            await self.app.client.call_async(sql.DELETE, {"ids": ids, "force": True})
-        await self.app.close_async()
+        try:
+            await self._remove(self.app.client.call_async)
+        finally:
+            await self.app.close_async()
+
+    async def _remove(self, call: Callable[..., Awaitable[Rows]]) -> None:
+        """Remove the jobs, as many at once as a call takes; their args may have become unreadable."""
+        after = self._after
+        while rows := await call(sql.DEFERRED, {"after": after, "max_jobs": PAGE}):
+            ids = [row[0] for row in rows]
+            await call(sql.DELETE, {"ids": ids, "force": True})
+            after = ids[-1]
+
+    async def _call_here(self, statement: Statement, parameters: Mapping[str, Any]) -> Rows:
+        return self.app.client.call(statement, parameters)
 
     async def _call(self, statement: Statement, parameters: Mapping[str, Any]) -> Rows:
         if has_running_loop():

@@ -638,6 +638,24 @@ def test_a_real_worker(shop: Shop, dsn: str) -> None:
         assert not connection.execute("select * from queue.schedules").fetchall()
 
 
+def test_all_jobs_are_removed(shop: Shop, dsn: str) -> None:
+    """Also more than a call deletes, and those whose args can't be read."""
+    with pytest.raises(AssertionError, match="the test's own"), CommittedTestQueue(shop.app):
+        shop.app.defer_many([shop.app.prepare("t", {"n": n}) for n in range(1001)])
+        with psycopg.connect(dsn) as connection:
+            args = '{"row": {"__pgdefer__": "unknown", "value": 1}}'
+            connection.execute("select queue.defer('t', %s)", [args])
+        raise AssertionError("the test's own")
+    assert jobs_left(dsn) == 0
+
+
+async def test_all_jobs_are_removed_in_this_loop(shop: Shop, dsn: str) -> None:
+    async with CommittedTestQueue(shop.app):
+        calls = [shop.app.prepare("t", {"n": n}) for n in range(1001)]
+        await shop.app.defer_many_async(calls)
+    assert jobs_left(dsn) == 0
+
+
 async def test_a_real_worker_in_this_loop(shop: Shop, dsn: str) -> None:
     async with CommittedTestQueue(shop.app) as queue:
         await shop.greet_async.defer_async("Ann")
