@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime as dt
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from pgdefer.client.client import Client
+from pgdefer.codec import Codec
+from pgdefer.errors import DecodeError
 from pgdefer.tasks.task import Task, task_name
 
 __all__ = [
@@ -49,6 +52,7 @@ J = TypeVar("J", bound=Deferred)
 class DeferredJob:
     """A job at the time of the test's call: as in queue.jobs, with its arguments decoded.
 
+    Those that can't be decoded are given as they are stored, as those of a row that has gone.
     `app.job(deferred)` returns its Job.
     """
 
@@ -101,11 +105,20 @@ class RanJob:
 
 def deferred_job(client: Client, row: Sequence[Any]) -> DeferredJob:
     """Return the job of a row of sql.DEFERRED."""
-    loads = client.codec.loads
     values = dict(zip((field.name for field in dataclasses.fields(DeferredJob)), row, strict=True))
-    values["args"] = loads(values["args"])
-    values["headers"] = {} if values["headers"] is None else loads(values["headers"])
+    values["args"] = _loaded(client.codec, values["args"])
+    values["headers"] = (
+        {} if values["headers"] is None else _loaded(client.codec, values["headers"])
+    )
     return DeferredJob(**values)
+
+
+def _loaded(codec: Codec, text: str) -> Any:
+    """Return values; as they are stored if they can't be decoded: a row may have gone."""
+    try:
+        return codec.loads(text)
+    except DecodeError:
+        return json.loads(text)
 
 
 def arguments(

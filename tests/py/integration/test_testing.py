@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime as dt
+import json
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -20,12 +21,14 @@ from pgdefer import (
     AlreadyQueued,
     App,
     Decision,
+    DecodeError,
     JobNotFound,
     Retry,
     RetryLater,
     Worker,
     current_job,
 )
+from pgdefer.database.sql import DEFER_MANY
 from pgdefer.testing import CommittedTestQueue, MemoryQueue, TestQueue, fake_job
 from support import url_of
 
@@ -661,6 +664,23 @@ async def test_a_real_worker_in_this_loop(shop: Shop, dsn: str) -> None:
         await shop.greet_async.defer_async("Ann")
         assert [job.state for job in await queue.run_async()] == ["succeeded", "succeeded"]
     assert jobs_left(dsn) == 0
+
+
+def test_a_job_whose_args_cannot_be_decoded(shop: Shop, queue: TestQueue) -> None:
+    args = {"name": {"__pgdefer__": "unknown", "value": 1}}
+    queue.app.client.call(DEFER_MANY, {"jobs": json.dumps([{"task": "greet", "args": args}])})
+    queue.travel(hours=1)
+    (ran,) = queue.run(raise_errors=False)
+    assert (ran.state, type(ran.error)) == ("failed", DecodeError)
+    assert queue.assert_deferred("greet").args == args
+    queue.assert_not_deferred(shop.greet, "Ann")
+
+
+def test_a_real_worker_gets_args_that_cannot_be_decoded(shop: Shop, dsn: str) -> None:
+    args = {"name": {"__pgdefer__": "unknown", "value": 1}}
+    with CommittedTestQueue(shop.app) as queue:
+        shop.app.client.call(DEFER_MANY, {"jobs": json.dumps([{"task": "greet", "args": args}])})
+        assert [job.state for job in queue.run(raise_errors=False)] == ["failed"]
 
 
 def test_all_deferred_jobs_are_found(queue: TestQueue) -> None:
