@@ -115,11 +115,20 @@ async def perform(
             return Ended(None)
         if not _ends_job(error):
             raise
+        error = _of_function(error, task)
         return Ended(outcome_of(job, task.failure_policy, error), error=error)
     finally:
         leave_job(token)
         if inspect.getcoroutinestate(run) == inspect.CORO_CREATED:
             run.close()  # if this test was cancelled, a function may still run in its thread
+
+
+def _of_function(error: BaseException, task: Task[..., Any]) -> BaseException:
+    """Return what a function has raised: the coroutine around it can't raise StopIteration."""
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+        is_replaced = str(error) == "coroutine raised StopIteration"
+        return error.__cause__ if is_replaced and not task.is_async else error
+    return error
 
 
 def _ends_job(error: BaseException) -> bool:

@@ -666,6 +666,27 @@ async def test_a_real_worker_in_this_loop(shop: Shop, dsn: str) -> None:
     assert jobs_left(dsn) == 0
 
 
+@pytest.mark.parametrize("transactional", [False, True])
+async def test_a_function_that_raises_stop_iteration(
+    shop: Shop, queue: TestQueue, transactional: bool
+) -> None:
+    """It fails as in a worker, which calls it in no coroutine."""
+
+    @shop.app.task(name="next", retry=2, retry_on=StopIteration, transactional=transactional)
+    def next_(*_: object) -> object:
+        return next(iter([]))
+
+    shop.app.defer("next")
+    ran = await queue.run_async(raise_errors=False)
+    assert [(one.state, type(one.error)) for one in ran] == [
+        ("ready", StopIteration),
+        ("failed", StopIteration),
+    ]
+    shop.app.defer("next")
+    ran = await asyncio.to_thread(queue.run, raise_errors=False)
+    assert [one.state for one in ran] == ["ready", "failed"]
+
+
 def test_a_job_whose_args_cannot_be_decoded(shop: Shop, queue: TestQueue) -> None:
     args = {"name": {"__pgdefer__": "unknown", "value": 1}}
     queue.app.client.call(DEFER_MANY, {"jobs": json.dumps([{"task": "greet", "args": args}])})
