@@ -63,3 +63,21 @@ def test_retry_skips_what_has_succeeded(app: DjangoApp, drain: Callable[..., Non
     states = dict(Job.objects.values_list("id", "state"))
     assert states == {failed: "ready", **dict.fromkeys(done, "succeeded")}
     assert "Done" not in do(admin, "retry_jobs", *done).text
+
+
+def test_limits_of_one_key(app: DjangoApp, drain: Callable[..., None]) -> None:
+    """A lock and a concurrency key may have one name: no page shows one of them."""
+    admin = browser("view_semaphore")
+    for _ in range(2):
+        app.defer("one", lock="same", lock_mode="mutex", queue="unserved")
+        app.defer("one", concurrency_key="same", concurrency_limit=1, queue="unserved")
+    drain(queues=["another"])
+    page = admin.get("/admin/pgdefer/semaphore/").text
+    assert page.count('class="field-key">same<') == 2
+    for part in ("change", "history"):
+        answer = admin.get(f"/admin/pgdefer/semaphore/same/{part}/")
+        assert (answer.status_code, answer.headers.get("location")) == (302, "/admin/")
+
+
+def test_a_position_that_is_no_id(app: DjangoApp) -> None:
+    assert browser("view_job").get(f"{JOBS}?before={'9' * 5000}").status_code == 200

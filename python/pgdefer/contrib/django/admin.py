@@ -251,5 +251,16 @@ class SemaphoreAdmin(ViewAdmin):
     """Limits, and their usage."""
 
     list_display = ("key", "kind", "limit", "used", "ready", "waiting")
+    # The list shows all that there is; a key may be that of several kinds.
+    list_display_links = None
     list_filter = ("kind",)
     search_fields = ("key",)
+
+    def get_object(
+        self, request: HttpRequest, object_id: str, from_field: str | None = None
+    ) -> Any:
+        """Return a row, None if its key does not say which one is meant."""
+        try:
+            return super().get_object(request, object_id, from_field)
+        except Semaphore.MultipleObjectsReturned:
+            return None

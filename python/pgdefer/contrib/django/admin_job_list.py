@@ -109,7 +109,7 @@ class JobChangeList(UncountedList):
         parameters = {
             "pattern": wanted.removeprefix("key:") or None,
             "by": by,
-            "before": int(before) if before.isdecimal() else None,
+            "before": int(before) if before.isdecimal() and len(before) < 19 else None,
             "max_jobs": self.list_per_page,
             "max_bytes": MAX_BYTES,
             **{name: self.params.get(name) or None for name in ("state", "queue", "task")},
