@@ -125,6 +125,20 @@ def test_odd_results_are_no_failures(one: Any, shop: str, drain: Callable[..., N
     assert Order.objects.count() == 2
 
 
+@task
+def same(value: Any) -> Any:
+    return value
+
+
+@pytest.mark.parametrize("value", [b"text", b"\xff", bytearray(b"text")])
+def test_bytes_stay_bytes(value: Any, shop: str, drain: Callable[..., None]) -> None:
+    result = same.enqueue(value)
+    drain()
+    result.refresh()
+    assert [result.args, result.return_value] == [[value], value]
+    assert type(result.return_value) is type(value)
+
+
 def test_odd_arguments(shop: str) -> None:
     with pytest.raises((EncodeError, RecursionError), match=r"nest|recursion"):
         add.enqueue(nested(100_000))

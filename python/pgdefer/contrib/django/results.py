@@ -51,6 +51,8 @@ def _plain(value: Any) -> Any:
             }
         case list() | tuple():
             return [_plain(item) for item in value]
+        case bytes() | bytearray():
+            return value  # Django makes text of those that happen to be UTF-8
     try:
         return normalize_json(value)
     except (TypeError, ValueError):
