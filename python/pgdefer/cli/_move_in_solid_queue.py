@@ -69,7 +69,14 @@ def _job(row: Mapping[str, Any], slots: Mapping[str, int | None]) -> dict[str, A
     try:
         stored = json.loads(row["arguments"])
         args = Codec().encode(arguments(stored.get("arguments") or []))
-    except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        LookupError,
+        RecursionError,
+    ) as error:
         raise PgDeferError(
             f"the arguments of job {row['id']} ({row['class_name']}) can't be read: {error}"
         ) from error

@@ -354,11 +354,16 @@ def test_arguments_of_active_job(run: Run, conn: psycopg.Connection, jobs: Jobs)
     assert placed == {"arguments": ["gid://shop/Order/7", {"sku": [1, None, 1e16]}, "x"]}
     assert both == {"arguments": [1], "to": "Ann"}
     conn.execute("delete from solid_queue_jobs")
-    bad = solid(conn, "bad", "ready", arguments=[of("Date", "soon")])
     solid(conn, "good", "ready")
-    refused = run("move-in", "solid-queue")
-    assert refused.code == 1
-    assert f"the arguments of job {bad} (bad) can't be read" in refused.err
+    deep = '{"arguments": ' + "[" * 100_000
+    for arguments in ([of("Date", "soon")], [{"_aj_serialized": f"{AJ}SymbolSerializer"}], deep):
+        bad = solid(conn, "bad", "ready", arguments=arguments)
+        if arguments is deep:
+            conn.execute("update solid_queue_jobs set arguments = %s where id = %s", [deep, bad])
+        refused = run("move-in", "solid-queue")
+        assert refused.code == 1
+        assert f"the arguments of job {bad} (bad) can't be read" in refused.err
+        conn.execute("delete from solid_queue_jobs where id = %s", [bad])
     assert len(jobs()) == 3
 
 
