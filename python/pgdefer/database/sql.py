@@ -660,10 +660,13 @@ RESULT_TEXT = Statement("""
 """)
 
 RUNS_WITHIN = Statement("""
-    select run_at
+    select run_at,
+      cast(run_at + cast(cast(:deadline as text) as interval) as text) as deadline
     from queue.next_runs(
       cast(:cron as text), cast(:timezone as text),
-      after => clock_timestamp() + cast(cast(:start as text) as interval), n => 1000) as run_at
+      after => greatest(clock_timestamp() + cast(cast(:start as text) as interval),
+        cast(cast(:after as text) as timestamptz)),
+      n => cast(:n as integer)) as run_at
     where run_at <= clock_timestamp() + cast(cast(:start as text) as interval)
       + cast(cast(:length as text) as interval)
 """)

@@ -96,19 +96,29 @@ class AskingQueue(Assertions[DeferredJob]):
         """Defer the runs that the code's schedules have within the next time; return their ids."""
         runs = []
         for schedule in self.app.schedules.values():
+            if schedule.options.get("enabled") is False:
+                continue
             parameters = {
                 "cron": schedule.cron,
                 "timezone": schedule.timezone,
                 "start": interval_text(self._travelled),
                 "length": interval_text(length),
+                "deadline": schedule.options.get("deadline"),
+                "after": None,
+                "n": PAGE,
             }
-            rows = await self._call(sql.RUNS_WITHIN, parameters)
-            runs += [(run_at, schedule) for (run_at,) in rows]
+            while rows := await self._call(sql.RUNS_WITHIN, parameters):
+                runs += [(run_at, deadline, schedule) for run_at, deadline in rows]
+                if len(rows) < PAGE:
+                    break
+                parameters["after"] = rows[-1][0].isoformat()
         ids = []
-        for run_at, schedule in sorted(runs, key=lambda run: (run[0], run[1].name)):
+        for run_at, deadline, schedule in sorted(runs, key=lambda run: (run[0], run[2].name)):
             args = json.loads(schedule.args) | {SCHEDULED_FOR: run_at.isoformat()}
             rest = {k: v for k, v in schedule.options.items() if k not in _OF_SCHEDULES}
             job = {"task": schedule.task, "args": args, **_nested(rest)}
+            if deadline is not None:
+                job["deadline"] = deadline
             rows = await self._call(sql.DEFER_MANY, {"jobs": json.dumps([job])})
             ids.append(rows[0][0])
         return ids

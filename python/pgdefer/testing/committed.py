@@ -52,7 +52,7 @@ class CommittedTestQueue(AskingQueue):
             await self.app.close_async()
 
     async def _remove(self, call: Callable[..., Awaitable[Rows]]) -> None:
-        """Remove the jobs, as many at once as a call takes; their args may have become unreadable."""
+        """Remove the jobs, as many at once as a call takes, also those that can't be decoded."""
         after = self._after
         while rows := await call(sql.DEFERRED, {"after": after, "max_jobs": PAGE}):
             ids = [row[0] for row in rows]

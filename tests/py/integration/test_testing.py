@@ -278,6 +278,24 @@ def test_schedules_run_only_when_asked(shop: Shop, queue: TestQueue) -> None:
     assert second[1] - first[1] in (dt.timedelta(hours=h) for h in (23, 24, 25))
 
 
+def test_all_runs_of_all_schedules(dsn: str, connection: psycopg.Connection[Any]) -> None:
+    """More than one call returns, with deadlines, and none of a schedule that is disabled."""
+    app = App(dsn, name="clock")
+
+    @app.recurring("* * * * *", deadline=dt.timedelta(hours=2))
+    @app.task(name="minutely")
+    def minutely() -> None: ...
+
+    @app.recurring("* * * * *", enabled=False)
+    @app.task(name="never")
+    def never() -> None: ...
+
+    with TestQueue(app, connection) as clock:
+        due = clock.travel(days=1, schedules=True)
+        assert {(job.task, job.deadline is None) for job in due} == {("minutely", False)}
+        assert len({job.args["scheduled_for"] for job in due}) == len(due) == 24 * 60
+
+
 def test_changes_of_a_job_that_the_test_has_deferred(shop: Shop, queue: TestQueue) -> None:
     app = shop.app
     jobs = [app.defer("greet", {"name": str(n)}) for n in range(6)]
@@ -643,12 +661,17 @@ def test_a_real_worker(shop: Shop, dsn: str) -> None:
 
 def test_all_jobs_are_removed(shop: Shop, dsn: str) -> None:
     """Also more than a call deletes, and those whose args can't be read."""
-    with pytest.raises(AssertionError, match="the test's own"), CommittedTestQueue(shop.app):
-        shop.app.defer_many([shop.app.prepare("t", {"n": n}) for n in range(1001)])
-        with psycopg.connect(dsn) as connection:
-            args = '{"row": {"__pgdefer__": "unknown", "value": 1}}'
-            connection.execute("select queue.defer('t', %s)", [args])
-        raise AssertionError("the test's own")
+
+    def fail() -> None:
+        with CommittedTestQueue(shop.app):
+            shop.app.defer_many([shop.app.prepare("t", {"n": n}) for n in range(1001)])
+            with psycopg.connect(dsn) as connection:
+                args = '{"row": {"__pgdefer__": "unknown", "value": 1}}'
+                connection.execute("select queue.defer('t', %s)", [args])
+            raise AssertionError("the test's own")
+
+    with pytest.raises(AssertionError, match="the test's own"):
+        fail()
     assert jobs_left(dsn) == 0
 
 
