@@ -14,7 +14,7 @@ from pgdefer.app import App
 from pgdefer.database import sql
 from pgdefer.database.callers import Rows
 from pgdefer.database.sql import Statement
-from pgdefer.options import JobOptions, interval_text
+from pgdefer.options import ENDED, JobOptions, interval_text
 from pgdefer.tasks.parameters import SCHEDULED_FOR
 from pgdefer.testing.assertions import Assertions, checked_app
 from pgdefer.testing.jobs import DeferredJob, deferred_job
@@ -81,11 +81,14 @@ class AskingQueue(Assertions[DeferredJob]):
         due = []
         await self._rehearse()
         for job in await self.deferred_async():
-            if job.state == "scheduled" and job.scheduled_at is not None:
+            if job.scheduled_at is None or job.state in (*ENDED, "running"):
+                continue
+            is_waiting = job.state != "scheduled"  # for its needs, or held
+            if not is_waiting or job.scheduled_at > now:
                 at = job.scheduled_at - length
                 parameters = {"id": job.id, "at": None if at <= now else at.isoformat()}
                 await self._call(sql.RESCHEDULE, parameters)
-                due += [job.id] if at <= now else []
+                due += [job.id] if at <= now and not is_waiting else []
         if schedules:
             due += await self._recur(length)
         self._travelled += length

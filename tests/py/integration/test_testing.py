@@ -249,6 +249,22 @@ def test_retries_and_the_passing_of_time(shop: Shop, queue: TestQueue) -> None:
     assert job.result() == 3
 
 
+def test_time_passes_for_jobs_that_wait(shop: Shop, queue: TestQueue) -> None:
+    """For their needs, or held: they are not due, but will not wait for their time as well."""
+    hour = dt.timedelta(hours=1)
+    need = shop.greet.configure(delay=hour).defer("first")
+    shop.greet.configure(needs=[need], delay=hour).defer("second")
+    held = shop.greet.configure(held=True, delay=hour).defer("third")
+    later = shop.greet.configure(held=True, delay=3 * hour).defer("later")
+    assert [job.id for job in queue.travel(hours=2)] == [need.id]
+    queue.run()
+    held.unhold()
+    later.unhold()
+    queue.run()
+    assert [name for name, _ in shop.notes] == ["first", "second", "third"]
+    assert [job.id for job in queue.travel(hours=1)] == [later.id]
+
+
 def test_the_error_of_a_final_failure_is_raised(shop: Shop, queue: TestQueue) -> None:
     shop.flaky.configure(retry=Retry(1)).defer(5)
     with pytest.raises(OSError, match="not yet"):
