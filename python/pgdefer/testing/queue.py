@@ -39,7 +39,7 @@ from pgdefer.testing.jobs import RanJob
 from pgdefer.testing.perform import Ended, TestsOwn, claimed, normal, perform, perform_batch
 from pgdefer.testing.standing_in import StandingIn
 from pgdefer.testing.statements import CHANGES, DEFERS, READS, CallsApart
-from pgdefer.testing.threads import threads_for
+from pgdefer.testing.threads import ThreadLock, threads_for
 from pgdefer.worker.ending import nearest, refused
 
 __all__ = ["TestQueue"]
@@ -79,7 +79,7 @@ class TestQueue(StandingIn, AskingQueue):
         self._is_asynchronous = is_asynchronous(self.connection)
         # Savepoints end in the reverse order of their beginnings, so calls take turns.
         self._turn: contextlib.AbstractAsyncContextManager[Any] = (
-            asyncio.Lock() if self._is_asynchronous else contextlib.nullcontext()
+            asyncio.Lock() if self._is_asynchronous else ThreadLock()
         )
         self._is_immediate = immediate
         self._registered: dict[str, JobOptions] = {}

@@ -15,7 +15,7 @@ from pgdefer.codec import Codec
 from pgdefer.database.callers import CallersConnection, is_django
 from pgdefer.database.own_threads import has_running_loop
 
-__all__ = ["DjangoThreads", "Misuse", "Threads", "run_apart", "threads_for"]
+__all__ = ["DjangoThreads", "Misuse", "ThreadLock", "Threads", "run_apart", "threads_for"]
 
 T = TypeVar("T")
 
@@ -43,6 +43,19 @@ def run_apart(coroutine: Coroutine[Any, Any, T]) -> T:
     if errors:
         raise errors[0]
     return ended[0]
+
+
+class ThreadLock:
+    """Lets calls of threads take turns. They await nothing meanwhile, so no coroutine waits."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+
+    async def __aenter__(self) -> None:
+        self._lock.acquire()
+
+    async def __aexit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Threads:

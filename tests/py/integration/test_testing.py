@@ -9,6 +9,7 @@ import json
 import math
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -518,6 +519,25 @@ async def test_an_asynchronous_connection(
         assert (await queue.assert_deferred_async(shop.greet_async, "Ann")).state == "succeeded"
         assert await job.result_async() == "Ann has deferred 2"
         await queue.assert_not_deferred_async(shop.flaky)
+
+
+async def test_calls_of_threads_take_turns(shop: Shop, queue: TestQueue) -> None:
+    """Of the test, and of a handler."""
+
+    @shop.app.task(name="fan")
+    def fan(size: int) -> None:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(shop.greet.defer, map(str, range(size))))
+
+    fan(40)
+    defer = (asyncio.to_thread(shop.greet.defer, str(n)) for n in range(20))
+    await asyncio.gather(*defer, *(shop.greet.defer_async("Ann") for _ in range(20)))
+    fan.defer(40)
+    assert {(job.task, job.state) for job in await queue.run_async()} == {
+        ("greet", "succeeded"),
+        ("fan", "succeeded"),
+    }
+    assert len(queue.deferred(shop.greet)) == 120
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "sqlalchemy"])
