@@ -70,6 +70,15 @@ def test_the_embedded_server_must_be_permitted(tmp_path: Path, environment: dict
     assert not (tmp_path / "home").exists()
 
 
+@pytest.mark.parametrize("path", ["queue", "https://example.org/queue"])
+def test_a_root_path_begins_with_a_slash(path: str, environment: dict[str, str]) -> None:
+    command = [*COMMAND, "--no-password", "--dsn", "dbname=nowhere", "--root-path", path]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (done.returncode, "begins with /" in done.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help(option: str, environment: dict[str, str]) -> None:
     command = [*COMMAND, option]

@@ -63,6 +63,8 @@ def web(  # noqa: PLR0917 (typer passes them by name)
     """Serve a web page that shows the queue and lets you act on it, as a database role."""
     if no_password and host not in LOCAL:
         raise typer.BadParameter("--no-password is for 127.0.0.1 only")
+    if root_path and not root_path.startswith("/"):
+        raise typer.BadParameter("--root-path begins with /, as in /queue")
     try:
         source = Source(dsn or None)
     except InvalidParameter as error:
