@@ -395,3 +395,13 @@ def test_moving_in(app: DjangoApp, drain: Callable[..., None], capsys: Any) -> N
         call_command("pgdefer", "move-in", "django-tasks-db")
     assert "is no task of this queue" in capsys.readouterr().err
     assert Job.objects.count() == 5
+    for args in ('{"args": [], "kwargs": {}}', '{"args": [1, 2, 3], "kwargs": {}}', "[]"):
+        with connection.cursor() as cursor:
+            cursor.execute(
+                "update django_tasks_database_dbtaskresult set task_path = %s, args_kwargs = %s",
+                [add.module_path, args],
+            )
+        with pytest.raises(SystemExit):
+            call_command("pgdefer", "move-in", "django-tasks-db")
+        assert f"pgdefer: '{add.module_path}' of " in capsys.readouterr().err
+    assert Job.objects.count() == 5

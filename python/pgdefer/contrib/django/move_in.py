@@ -8,9 +8,10 @@ Tests: contrib/test_django_steady.py.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from django.apps import apps
@@ -58,11 +59,11 @@ def _from_tasks_db(connection: Any) -> dict[str, int]:
 
 def _tasks_db_call(row: Sequence[Any]) -> PreparedJob[Any]:
     id, path, given, priority, queue, run_after, _ = row
-    values = json.loads(given)
+    task = _task(path, id)
     changes = {"priority": priority, "queue_name": queue, "run_after": run_after}
-    return _call(
-        _task(path, id), values["args"], values["kwargs"], changes, django_tasks_db={"id": id}
-    )
+    with _named(path, id):
+        values = json.loads(given)
+        return _call(task, values["args"], values["kwargs"], changes, django_tasks_db={"id": id})
 
 
 def _call(
@@ -82,10 +83,19 @@ def _call(
     return backend.prepared(changed, args, kwargs)
 
 
+@contextlib.contextmanager
+def _named(path: str, id: object) -> Iterator[None]:
+    """Name the task whose arguments or options are refused: its code may have changed."""
+    try:
+        yield
+    except Exception as error:
+        raise PgDeferError(f"{path!r} of {id} can't be moved: {error}") from error
+
+
 def _task(path: str, id: object) -> PgDeferTask:
     try:
         task = import_string(path)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         raise PgDeferError(f"the task {path!r} of {id} can't be imported: {error}") from error
     backend = task.get_backend() if isinstance(task, Task) else None
     if not isinstance(task, PgDeferTask) or not isinstance(backend, PgDeferBackend):
@@ -145,7 +155,8 @@ def _steady_call(row: Sequence[Any], slots: Mapping[str, int | None]) -> Prepare
         raise PgDeferError(
             f"the arguments of {path!r}, job {id}, can't be read: {error}"
         ) from error
-    return _call(task, args, kwargs, changes, steady_queue={"id": id})
+    with _named(path, id):
+        return _call(task, args, kwargs, changes, steady_queue={"id": id})
 
 
 def _row(stored: Mapping[str, Any]) -> models.Model:
