@@ -89,10 +89,6 @@ def fitted(failure: Mapping[str, Any], encoding: str | None) -> dict[str, Any]:
     return {**failure, "error": json.loads(error), "details": details}
 
 
-class _StepTimeout(BaseException):
-    """Raised in the thread of a step at its timeout."""
-
-
 def called_within(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -106,19 +102,23 @@ def called_within(
     if timeout is None:
         return _called(function, args, kwargs)
     call = Interruptible(functools.partial(_called, function, args, kwargs))
+
+    class Timeout(BaseException):
+        """Raised in the thread at the end: of this call only, as steps may be within others."""
+
     over = threading.Event()
     seconds = timeout.total_seconds()
 
     def watch() -> None:
         wait = seconds
         while not over.wait(wait):
-            call.interrupt(_StepTimeout)
+            call.interrupt(Timeout)
             wait = AGAIN
 
     threading.Thread(target=watch, name="pgdefer-step", daemon=True).start()
     try:
         return call.run()
-    except _StepTimeout as error:
+    except Timeout as error:
         raise TimeoutError(f"not done within {timeout}") from error
     finally:
         over.set()

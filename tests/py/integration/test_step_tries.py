@@ -178,6 +178,41 @@ async def test_a_step_has_a_timeout(app: App, conn: Connection, is_async: bool) 
     assert outcomes.fetchall() == [("timed_out",)]
 
 
+async def test_a_timeout_is_of_its_own_step(app: App, conn: Connection, is_async: bool) -> None:
+    """Not of a step within it, which has more time."""
+    short, long = dt.timedelta(seconds=1), dt.timedelta(hours=1)
+
+    @app.task(name="async")
+    async def coroutine() -> object:
+        job = current_job()
+
+        async def outer() -> object:
+            return await job.step_async("inner", asyncio.sleep, 3600, retry=3, timeout=long)
+
+        return await job.step_async("outer", outer, retry=2, timeout=short)
+
+    @app.task(name="sync")
+    def function() -> object:
+        job = current_job()
+
+        def inner() -> None:
+            end = time.monotonic() + 3600
+            while time.monotonic() < end:
+                time.sleep(0.01)
+
+        def outer() -> object:
+            return job.step("inner", inner, retry=3, timeout=long)
+
+        return job.step("outer", outer, retry=2, timeout=short)
+
+    job = app.defer("async" if is_async else "sync")
+    async with running(app):
+        with pytest.raises(JobFailed, match=r"step outer failed: TimeoutError: .* 0:00:01"):
+            await job.result_async(60)
+    found = conn.execute("select name, failures from queue.steps where job_id = %s", [job.id])
+    assert found.fetchall() == [("outer", 2)]
+
+
 @pytest.mark.parametrize(
     "deadline", [dt.timedelta(hours=1), dt.datetime(2020, 1, 1, tzinfo=dt.UTC)]
 )
