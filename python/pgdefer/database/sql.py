@@ -705,6 +705,9 @@ UNINSTALL = Statement("select queue.uninstall()")
 
 UNINSTALL_BY_FORCE = Statement("select queue.uninstall(force => true)")
 
+# Calls that defer wait from here to the end of the transaction.
+KEEP_JOBS_OUT = Statement("lock table queue.log in share row exclusive mode")
+
 DROP_EXTENSION = Statement("drop extension if exists pgdefer")
 
 # The plain file sets these for its own transaction; in the caller's they would persist.

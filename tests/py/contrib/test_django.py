@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,6 +186,28 @@ def test_migrations_install_and_remove(server: EmbeddedServer, shop: str, app: D
         call_command("migrate", "pgdefer", verbosity=0)
     assert Job.objects.count() == 0
     use(server, "django")
+
+
+def test_migrating_back_waits_for_a_job_that_is_being_deferred(shop: str, app: DjangoApp) -> None:
+    def back() -> str:
+        try:
+            call_command("migrate", "pgdefer", "zero", verbosity=0)
+        except Exception as error:
+            return str(error)
+        finally:
+            connections.close_all()
+        return "the queue is removed"
+
+    with ThreadPoolExecutor(1) as threads:
+        with psycopg.connect(shop) as connection:
+            connection.execute("select queue.defer('task')")
+            removed = threads.submit(back)
+            with psycopg.connect(shop, autocommit=True) as other:
+                waits = "select from pg_locks where not granted and database is not null"
+                while not other.execute(waits).rowcount:
+                    time.sleep(0.01)
+        assert "removes every job" in removed.result(60)
+    assert Job.objects.count() == 1
 
 
 def messages(settings: Any, **options: Any) -> list[str]:

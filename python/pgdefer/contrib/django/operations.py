@@ -65,6 +65,7 @@ class InstallQueue(Operation):
             return
         from pgdefer.contrib.django.models import Job  # noqa: PLC0415 (after the apps)
 
+        schema_editor.execute(sql.KEEP_JOBS_OUT.text, params=None)
         is_empty = not Job.objects.using(alias).exists()
         statement = sql.UNINSTALL_BY_FORCE if is_empty else sql.UNINSTALL
         with translated():
