@@ -231,11 +231,12 @@ def test_the_checks_find_what_is_wrong(
     create_database(server, "django_blank")
     use(server, "django_blank")
     assert messages({}, databases=["default"]) == ["pgdefer.W001"]
-    assert check_database(databases=["default"])[0].hint == "manage.py migrate"
+    otherwise = "; where that has nothing to do, manage.py pgdefer install"
+    assert check_database(databases=["default"])[0].hint == f"manage.py migrate{otherwise}"
     monkeypatch.setitem(connections.settings, "jobs", connections.settings["default"])
     with override_settings(PGDEFER={"DATABASE": "jobs"}):
         (found,) = check_database(databases=["jobs"])
-    assert found.hint == "manage.py migrate --database jobs"
+    assert found.hint == f"manage.py migrate --database jobs{otherwise}"
     connections["jobs"].close()
     del connections["jobs"]
     use(server, "no_such_database")

@@ -109,6 +109,8 @@ def check_database(
     if tables is None:
         text = f"the queue is not installed in the database {alias!r}"
         hint = "manage.py migrate" + ("" if alias == DEFAULT_DB_ALIAS else f" --database {alias}")
+        # It may have run when the queue was meant for another database.
+        hint += "; where that has nothing to do, manage.py pgdefer install"
         return [checks.Warning(text, hint=hint, id="pgdefer.W001")]
     if not is_at_least(tables, offered_version()):
         text = f"the queue of the database {alias!r} is {tables}, and this package has "
