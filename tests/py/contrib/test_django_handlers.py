@@ -20,6 +20,7 @@ import pytest
 from asgiref.sync import sync_to_async
 from django.db import OperationalError, connection, connections, transaction
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.utils.functional import SimpleLazyObject
 from django.utils.safestring import SafeString, mark_safe
 from django.utils.translation import gettext_lazy
 from shop.models import Order
@@ -288,6 +289,25 @@ def test_coroutines_do_not_wait_for_each_other(app: DjangoApp) -> None:
     meet.defer()
     Worker(app, drain=True, concurrency=2).run()
     assert states() == ["succeeded", "succeeded"]
+
+
+def test_lazy_objects_are_arguments(
+    app: DjangoApp, own_tasks: None, drain: Callable[..., None]
+) -> None:
+    """As `request.user` is one, whether or not it has been used."""
+    taken: list[Any] = []
+
+    @app.task(name="take")
+    def take(row: Order, rest: list[Any]) -> None:
+        taken.extend([row, *rest])
+
+    row = order("Ann")
+    used = SimpleLazyObject(lambda: row)
+    assert used.customer == "Ann"
+    take.defer(SimpleLazyObject(lambda: row), [used, SimpleLazyObject(lambda: "text")])
+    drain()
+    assert taken == [row, row, "text"]
+    assert {type(one) for one in taken} == {Order, str}
 
 
 def test_rows_and_lazy_texts_are_arguments(app: DjangoApp, drain: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""Codecs of Django's types: model instances are stored by their keys, lazy strings as text.
+"""Codecs of Django's types: model instances are stored by their keys, lazy values as their values.
 
 Tests: contrib/test_django_handlers.py, contrib/test_django_rows.py.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from django.apps import apps
 from django.db import connections, models, router
-from django.utils.functional import Promise
+from django.utils.functional import LazyObject, Promise, empty
 from django.utils.safestring import SafeString
 
 from pgdefer.codec import Codec
@@ -24,6 +24,7 @@ def register_types(codec: Codec) -> None:
     """Have a codec store instances of models, lazy strings and safe strings."""
     codec.register(models.Model, "django_row", _encode_row, _decode_row, blocking=True)
     codec.register(Promise, "django_lazy", _encode_text, _as_it_is)
+    codec.register(LazyObject, "django_lazy_object", _unwrapped, _as_it_is)
     codec.register(SafeString, "django_safe", _encode_text, SafeString)
 
 
@@ -68,5 +69,12 @@ def _encode_text(text: object) -> str:
     return "".join([*str(text)])
 
 
-def _as_it_is(text: Any) -> Any:
-    return text
+def _unwrapped(value: Any) -> Any:
+    """Return what a lazy object stands for, such as the user of a request."""
+    if value._wrapped is empty:
+        value._setup()
+    return value._wrapped
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
