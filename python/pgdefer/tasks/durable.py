@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pgdefer.database import sql
+from pgdefer.errors import DecodeError
 from pgdefer.options import checked_interval, checked_option
 from pgdefer.tasks.prepared_job import PreparedJob, check_prepared, jobs_json
 from pgdefer.tasks.raised import JobSuspended
@@ -108,8 +109,8 @@ class DurableCalls(StepCalls):
         """Defer jobs, once, and wait for all their results. The next run continues with these.
 
         They are in the order of the calls. Raises the error of the first job that has not
-        succeeded; with `return_errors` the list contains the errors. The job holds no slot
-        meanwhile.
+        succeeded; with `return_errors` the list contains the errors, also those of results that
+        can't be decoded. The job holds no slot meanwhile.
         """
         check_name("name, with ' ended',", f"{name} ended")
         with self._step(name, None) as (key, value):
@@ -118,8 +119,16 @@ class DurableCalls(StepCalls):
         while (rows := self._ended(ids)) is None:
             # An operator has retried one. The name must be of no other use: it may be skipped.
             self._await_jobs(f"job {ids[0]} ended again", ids)
-        decode = self.client.codec.decode
-        results = [(row[0], row[2], decode(row[3]), row[4]) for row in rows]
+        results = []
+        for id, _, state, stored, error in rows:
+            result: Any
+            try:
+                result = self.client.codec.decode(stored)
+            except DecodeError as undecoded:
+                if not return_errors:
+                    raise
+                result = undecoded
+            results.append((id, state, result, error))
         return results_of(results, return_errors=return_errors)
 
     def _await_jobs(self, name: str, ids: list[int]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from pgdefer.database import sql
+from pgdefer.errors import DecodeError
 from pgdefer.options import checked_interval, checked_option
 from pgdefer.tasks.prepared_job import PreparedJob, check_prepared, jobs_json
 from pgdefer.tasks.raised import JobSuspended
@@ -107,8 +108,8 @@ class AsyncDurableCalls(AsyncStepCalls):
         """Defer jobs, once, and wait for all their results. The next run continues with these.
 
         They are in the order of the calls. Raises the error of the first job that has not
-        succeeded; with `return_errors` the list contains the errors. The job holds no slot
-        meanwhile.
+        succeeded; with `return_errors` the list contains the errors, also those of results that
+        can't be decoded. The job holds no slot meanwhile.
         """
         check_name("name, with ' ended',", f"{name} ended")
         async with self._step_async(name, None) as (key, value):
@@ -121,8 +122,16 @@ class AsyncDurableCalls(AsyncStepCalls):
         while (rows := await self._ended_async(ids)) is None:
             # An operator has retried one. The name must be of no other use: it may be skipped.
             await self._await_jobs_async(f"job {ids[0]} ended again", ids)
-        decode_async = self.client.codec.decode_async
-        results = [(row[0], row[2], await decode_async(row[3]), row[4]) for row in rows]
+        results = []
+        for id, _, state, stored, error in rows:
+            result: Any
+            try:
+                result = await self.client.codec.decode_async(stored)
+            except DecodeError as undecoded:
+                if not return_errors:
+                    raise
+                result = undecoded
+            results.append((id, state, result, error))
         return results_of(results, return_errors=return_errors)
 
     async def _await_jobs_async(self, name: str, ids: list[int]) -> None:

@@ -228,6 +228,34 @@ async def test_errors_of_children_may_stand_in_the_list(app: App, jobs: Jobs) ->
         assert await job.result_async(60) == ["JobFailed", JobCancelled.__name__]
 
 
+async def test_a_result_that_cannot_be_decoded_hides_no_other(
+    app: App, jobs: Jobs, is_async: bool
+) -> None:
+    @app.task(name="odd")
+    def odd() -> object:
+        return object()
+
+    @app.task(name="even")
+    def even() -> int:
+        return 2
+
+    def told(found: list[Any]) -> list[str]:
+        return [type(one).__name__ for one in found]
+
+    @app.task(name="async")
+    async def coroutine() -> list[str]:
+        calls = [odd.prepare(), even.prepare()]
+        return told(await current_job().gather_async(calls, return_errors=True))
+
+    @app.task(name="sync")
+    def function() -> list[str]:
+        return told(current_job().gather([odd.prepare(), even.prepare()], return_errors=True))
+
+    job = app.defer("async" if is_async else "sync")
+    async with running(app):
+        assert await job.result_async(60) == ["DecodeError", "int"]
+
+
 async def test_streams_and_progress(app: App, jobs: Jobs, is_async: bool) -> None:
     go_on = threading.Event()
 
