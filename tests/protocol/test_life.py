@@ -89,7 +89,7 @@ def test_outlives_its_timeout(lab: Any) -> None:
 
 @pytest.mark.long
 def test_a_claim_that_is_heard_of_too_late(lab: Any) -> None:
-    """It goes back: others may end it 10 seconds after the job's timeout, counted from the claim."""
+    """It goes back: 10 seconds after the timeout, counted from the claim, others may end it."""
     worker = lab.start(HEARTBEAT_EVERY=30, DEAD_AFTER=60)
     lives(lab)
     waits = (
@@ -103,7 +103,9 @@ def test_a_claim_that_is_heard_of_too_late(lab: Any) -> None:
         worker.send(signal.SIGSTOP)
     try:
         claim = lab.reach(id, "running")["claim"]
-        over = "select clock_timestamp() > started_at + interval '7 s' from queue.jobs where id = %s"
+        over = (
+            "select started_at < clock_timestamp() - interval '7 s' from queue.jobs where id = %s"
+        )
         wait_for(lambda: lab.value(over, [id]))
     finally:
         worker.send(signal.SIGCONT)

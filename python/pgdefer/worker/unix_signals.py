@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import queue
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -116,24 +117,27 @@ def signals(
     handlers = dict(zip(HANDLED, (on_stop, on_stop, on_quit), strict=True))
     loop = asyncio.get_running_loop()
     told = heard = 0
+    # A signal's handler must start no thread and take no lock: it may interrupt what holds one.
+    to_check: queue.SimpleQueue[int] = queue.SimpleQueue()
+    ended = threading.Event()
+
+    def tell(*_: object) -> None:
+        nonlocal told
+        told += 1
+        on_any()
+        to_check.put(told)
 
     def hear(handler: Callable[[], None]) -> None:
         nonlocal heard
         heard = told
         handler()
 
-    def tell(*_: object) -> None:
-        nonlocal told
-        told += 1
-        on_any()
-        timer = threading.Timer(GRACE, check, [told])
-        timer.daemon = True
-        timer.start()
+    def check() -> None:
+        while number := to_check.get():
+            if not ended.wait(GRACE) and heard < number:
+                on_deaf()
 
-    def check(number: int) -> None:
-        if heard < number and loop in _handling:
-            on_deaf()
-
+    threading.Thread(target=check, name="pgdefer-signals", daemon=True).start()
     for number, handler in handlers.items():
         loop.add_signal_handler(number, hear, handler)
         # In place of asyncio's own, which does nothing: the loop hears of signals by its pipe.
@@ -143,6 +147,8 @@ def signals(
     try:
         yield
     finally:
+        ended.set()
+        to_check.put(0)
         if loop in _handling:  # not in a forked child
             _handling.remove(loop)
         for number in handlers:
