@@ -243,7 +243,7 @@ class Codec:
             encoder = self._found[kind] = self._find_encoder(kind)
         if encoder is None:
             raise EncodeError(
-                f"{_class_name(kind)} can't be stored: {value!r:.200}",
+                f"{_class_name(kind)} can't be stored",  # the value may be secret
                 hint="Pass JSON's types, or register the type with app.codec.register.",
             )
         return encoder(value)

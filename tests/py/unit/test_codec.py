@@ -181,6 +181,18 @@ def test_subclasses_are_not_silently_changed(value: Any) -> None:
         Codec().dumps(value)
 
 
+def test_a_refusal_does_not_show_the_value() -> None:
+    """An error goes to logs and trackers, and the value may be secret."""
+
+    class Card:
+        def __repr__(self) -> str:
+            return "4111"
+
+    with pytest.raises(EncodeError, match="argument 'card'") as refused:
+        Codec().dumps_args({"card": {"number": Card()}})
+    assert "4111" not in str(refused.value)
+
+
 def test_a_class_without_a_name_of_its_own_is_refused() -> None:
     @dataclasses.dataclass
     class Local:
