@@ -13,8 +13,8 @@
 --
 -- The worker does not know of undelivered claims. It may not fetch for long: its slots have become full, of
 -- which some of the claims were ahead, or it stops. So a claim that was not fetched within stale_after is
--- released, by any maintenance (_release_stale), or at the latest by the worker's next fetch, as the job's
--- timeout counts from the claim.
+-- released, by any maintenance (_release_stale, work/reap.sql), or at the latest by the worker's next fetch,
+-- as the job's timeout counts from the claim.
 
 -- Locks, here and in callers: a fetch that keeps claims undelivered holds the rows of queue.active_job that
 -- it has claimed, and the admission lock if it took it; its rows of queue.undelivered are new, so nobody
@@ -73,29 +73,6 @@ begin
     perform queue._announce();
   end if;
   return v_has_any;
-end $$;
-
--- Releases claims that were not fetched within stale_after; returns their number.
--- Locks: rows of queue.undelivered by skip locked; each claim as _reap_claim.
--- Why no wake-up is lost: as _reap_claim.
-create or replace function queue._release_stale(p_now timestamptz)
-returns integer language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_claim record;
-  v_released integer := 0;
-begin
-  for v_claim in
-    select u.worker_id, u.no, u.id, u.claim from queue.undelivered u
-    where exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim
-      and aj.claimed_at < p_now - {{stale_after}})
-    order by u.id limit 100 for update skip locked
-  loop
-    if queue._reap_claim(v_claim.id, v_claim.claim, 'released', null) > 0 then
-      v_released := v_released + 1;
-      delete from queue.undelivered u where u.worker_id = v_claim.worker_id and u.no = v_claim.no;
-    end if;
-  end loop;
-  return v_released;
 end $$;
 
 -- Makes the next fetch of this session hand out the undelivered claims of a worker, if there are any.

@@ -251,6 +251,26 @@ begin
   return v_reaped;
 end $$;
 
+-- Releases claims that were put aside (work/deliver.sql) and not fetched within stale_after.
+-- Locks: rows of queue.undelivered by skip locked; each claim as _reap_claim.
+-- Why no wake-up is lost: as _reap_claim.
+create or replace function queue._release_stale(p_now timestamptz)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_claim record;
+begin
+  for v_claim in
+    select u.worker_id, u.no, u.id, u.claim from queue.undelivered u
+    where exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim
+      and aj.claimed_at < p_now - {{stale_after}})
+    order by u.id limit 100 for update skip locked
+  loop
+    if queue._reap_claim(v_claim.id, v_claim.claim, 'released', null) > 0 then
+      delete from queue.undelivered u where u.worker_id = v_claim.worker_id and u.no = v_claim.no;
+    end if;
+  end loop;
+end $$;
+
 -- Ends one dead claim; returns 0 if another session has ended it or holds it, or if it can't be ended now. A
 -- claim that was never handed out (work/deliver.sql) is released.
 -- Locks: the claim's row and the row of the job's queueing lock by skip locked, as the admission lock may be

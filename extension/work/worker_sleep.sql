@@ -53,10 +53,8 @@ begin
     v_state := case when v_state = 'rest' then '' else v_state end;
     if v_ahead > 1 then
       channels := channels[2:];
-      -- The third notices that both before it have died or are frozen. The further back, the more rarely: a
-      -- hundred would look ten times a second.
-      v_wait := case v_ahead when 2 then interval '2 s'
-        else greatest(interval '10 s', v_ahead * interval '0.5 s') end;
+      -- the third finds what both before it have missed; of those further back a hundred would look too often
+      v_wait := case v_ahead when 2 then '2 s' else greatest(interval '10 s', v_ahead * interval '0.5 s') end;
       perform queue._leave_sleep_lock(v_state);
       v_state := 'rest';
     elsif v_ahead = 1 then
