@@ -36,20 +36,20 @@ comment on function queue.version() is
 -- Locks: exclusive locks on all tables and views, the admission lock's table first. Running sessions lock
 -- them in other orders: so it waits for them for 100 ms at a time, a hundred times, and a failed try releases
 -- all, before the deadlock check runs (deadlock_timeout).
--- Raises: 22023 without force; 55P03.
+-- Raises: 22023 without force, and if that is NULL and there are jobs; 55P03.
 create or replace function queue.uninstall(force boolean default false)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
   v_timeout text := current_setting('lock_timeout');
 begin
-  if force is not true then
-    perform queue._invalid('uninstall removes every job', 'Call queue.uninstall(force => true) to proceed.');
+  if not force then
+    perform queue._refuse_to_uninstall();
   end if;
   for v_try in 1 .. 100 loop
     begin
       perform set_config('lock_timeout', '100ms', true);
-      perform queue._drop_tables();
+      perform queue._drop_tables(p_if_empty => force is null);
       perform set_config('lock_timeout', v_timeout, true);
       exit;
     exception when lock_not_available or deadlock_detected then
@@ -63,8 +63,15 @@ begin
 end $$;
 comment on function queue.uninstall(boolean) is
   'Removes the tables, the views and every job, and revokes what grant_access granted. Objects that'
-    ' depend on the views are dropped too; what else the schema holds stays. Needs force => true. Waits for'
-    ' running sessions (55P03 if that takes too long); later calls get QJ090.';
+    ' depend on the views are dropped too; what else the schema holds stays. Needs force => true; NULL is'
+    ' enough if there are no jobs. Waits for running sessions (55P03 if that takes too long); later calls get'
+    ' QJ090.';
+
+create or replace function queue._refuse_to_uninstall()
+returns void language plpgsql stable parallel safe security invoker as $$
+begin
+  perform queue._invalid('uninstall removes every job', 'Call queue.uninstall(force => true) to proceed.');
+end $$;
 
 -- SQL_ASCII stores any bytes, but workers read UTF-8: one job with other bytes would make every fetch fail.
 -- So the tables that jobs come from refuse them (22021), at the call and not at its admission.
@@ -112,14 +119,15 @@ begin
   end if;
 end $$;
 
--- What an application has put into the schema stays.
+-- What an application has put into the schema stays. p_if_empty: it refuses if there are jobs.
 -- Locks: those of uninstall.
-create or replace function queue._drop_tables()
+create or replace function queue._drop_tables(p_if_empty boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_ours text[] := queue._own_relations();
   v_objects text[];
   v_object text;
+  v_has_jobs boolean;
 begin
   select array_agg(x.name order by x.place, x.oid) into v_objects
   from (
@@ -129,6 +137,12 @@ begin
     where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r' and c.relname = any (v_ours)) x;
   if v_objects is not null then
     execute format('lock table %s in access exclusive mode', array_to_string(v_objects, ', '));
+  end if;
+  if p_if_empty and to_regclass('queue.all_jobs') is not null then
+    execute 'select exists (select from queue.all_jobs)' into v_has_jobs;
+    if v_has_jobs then
+      perform queue._refuse_to_uninstall();
+    end if;
   end if;
   if to_regclass('queue.access') is not null then
     -- or roles that were restricted to some queues could do everything once there are tables again

@@ -705,8 +705,7 @@ UNINSTALL = Statement("select queue.uninstall()")
 
 UNINSTALL_BY_FORCE = Statement("select queue.uninstall(force => true)")
 
-# Calls that defer wait from here to the end of the transaction.
-KEEP_JOBS_OUT = Statement("lock table queue.log in share row exclusive mode")
+UNINSTALL_IF_EMPTY = Statement("select queue.uninstall(force => null)")
 
 DROP_EXTENSION = Statement("drop extension if exists pgdefer")
 

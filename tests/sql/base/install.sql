@@ -1,6 +1,6 @@
 -- Installing: twice, uninstalling, DROP EXTENSION, and what the tables may depend on.
 
-select plan(42);
+select plan(44);
 
 -- Everything that install created, as text.
 create function pg_temp.made() returns text language sql as $$
@@ -36,7 +36,7 @@ rollback;
 
 select is(test.refusal('select queue.uninstall()'), '22023', 'uninstall wants force');
 select is(test.refusal('select queue.uninstall(force => false)'), '22023', 'force => false is none');
-select is(test.refusal('select queue.uninstall(force => null)'), '22023', 'nor is NULL');
+select is(test.refusal('select queue.uninstall(force => null)'), '22023', 'nor is NULL, while there are jobs');
 select is((select count(*) from queue.jobs), 1::bigint, 'and without it nothing is gone');
 
 -- The references of the tables, views, defaults, constraints, indexes, triggers and rules of the schema
@@ -122,6 +122,9 @@ drop sequence queue.my_seq;
 select is((select v.tables from queue.version() v), null, 'version says that there are no tables');
 select is(test.refusal('select queue.migrate()'), 'QJ090', 'migrate does too, and what to run');
 select is(queue.install(), (select v.code from queue.version() v), 'install creates them again');
+select lives_ok('select queue.uninstall(force => null)', 'without jobs NULL is enough');
+select is((select v.tables from queue.version() v), null, 'the tables are gone');
+select queue.install() \g /dev/null
 select is(pg_temp.made(), (select b.made from before b), 'the same ones');
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.defer('new') as new \gset

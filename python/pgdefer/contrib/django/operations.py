@@ -63,13 +63,8 @@ class InstallQueue(Operation):
         alias = schema_editor.connection.alias
         if alias != conf.read().DATABASE:
             return
-        from pgdefer.contrib.django.models import Job  # noqa: PLC0415 (after the apps)
-
-        schema_editor.execute(sql.KEEP_JOBS_OUT.text, params=None)
-        is_empty = not Job.objects.using(alias).exists()
-        statement = sql.UNINSTALL_BY_FORCE if is_empty else sql.UNINSTALL
         with translated():
-            schema_editor.execute(statement.text, params=None)
+            schema_editor.execute(sql.UNINSTALL_IF_EMPTY.text, params=None)
         schema_editor.execute(sql.DROP_EXTENSION.text, params=None)
 
     def describe(self) -> str:
