@@ -253,7 +253,7 @@ async def test_a_result_that_cannot_be_decoded_hides_no_other(
 
     job = app.defer("async" if is_async else "sync")
     async with running(app):
-        assert await job.result_async(60) == ["DecodeError", "int"]
+        assert await job.result_async(300) == ["DecodeError", "int"]
 
 
 async def test_streams_and_progress(app: App, jobs: Jobs, is_async: bool) -> None:

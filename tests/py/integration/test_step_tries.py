@@ -123,7 +123,7 @@ async def test_an_operator_has_it_tried_again(app: App, conn: Connection) -> Non
         with pytest.raises(
             JobFailed, match="StepFailed: step charge failed: ValueError: no money 2"
         ):
-            await job.result_async(60)
+            await job.result_async(300)
         assert shop.calls == {"charge": 2, "refund": 1}
         conn.execute("select queue.retry(array[%s])", [job.id])
         assert await job.result_async(60) == 5
@@ -208,7 +208,7 @@ async def test_a_timeout_is_of_its_own_step(app: App, conn: Connection, is_async
     job = app.defer("async" if is_async else "sync")
     async with running(app):
         with pytest.raises(JobFailed, match=r"step outer failed: TimeoutError: .* 0:00:01"):
-            await job.result_async(60)
+            await job.result_async(300)
     found = conn.execute("select name, failures from queue.steps where job_id = %s", [job.id])
     assert found.fetchall() == [("outer", 2)]
 
@@ -234,7 +234,7 @@ async def test_a_step_has_a_deadline(
     job = app.defer("async" if is_async else "sync")
     async with running(app):
         with pytest.raises(JobFailed, match="step charge failed: ValueError: no money 1"):
-            await job.result_async(60)
+            await job.result_async(300)
     assert shop.calls == {"charge": 1}
 
 
@@ -304,7 +304,7 @@ async def test_a_transaction_fails_for_good(app: App, conn: Connection, is_async
 
     job = app.defer("async" if is_async else "sync")
     async with running(app):
-        await job.result_async(60)
+        await job.result_async(300)
     # In the second run of the two that came to it from the stored step, before the block.
     assert caught == ["ValueError: no room"] * 2
     assert blocks == [1, 2]
@@ -393,7 +393,7 @@ async def test_options_that_are_refused(app: App) -> None:
 
     job = t.defer()
     async with running(app):
-        await job.result_async(60)
+        await job.result_async(300)
     assert [text.partition(",")[0] for text in said] == [
         "a step: retry=1 is one attempt",
         "retry must be a number of attempts or a Retry(...)",

@@ -432,7 +432,7 @@ def test_a_signal_tells_of_a_coroutine_that_blocks_the_loop(
     process = program()
     assert process.stdout is not None
     assert process.stdout.readline() == "started\n"
-    late = threading.Timer(30, release.touch)  # so that the test fails, and does not hang
+    late = threading.Timer(120, release.touch)  # so that the test fails, and does not hang
     late.start()
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "blocked\n"
