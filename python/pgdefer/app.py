@@ -285,7 +285,7 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         per_database: int | None = None,
         **options: Unpack[WorkerOptions],
     ) -> None:
-        """Run a worker until SIGTERM or SIGINT: see `Worker`; with `dsns`, see `MultiWorker`."""
+        """Run a worker until SIGTERM, SIGINT or SIGHUP: `Worker`, or with `dsns` `MultiWorker`."""
         self._worker(queues, dsns, per_database, options).run()
 
     async def run_worker_async(

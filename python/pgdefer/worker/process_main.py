@@ -154,7 +154,7 @@ class _Inbox:
 
 def main(connection: Connection, dsn: str) -> None:
     """Run jobs until the worker closes the connection."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
         # They are for the worker, which says when to stop. (If they were ignored, programs that a
         # handler starts would inherit that.)
         signal.signal(number, lambda *_: None)

@@ -124,7 +124,7 @@ class Supervisor:
         self._code = 0
 
     def run(self) -> int:
-        """Run until SIGTERM or SIGINT, which is passed on to the workers; return the exit code.
+        """Run until SIGTERM, SIGINT or SIGHUP, passed on as SIGTERM; return the exit code.
 
         This is the exit code of the worker that ended them all, or the first of those that were
         told to end that is not 0; it is 1 for a worker that a signal has killed.
@@ -136,6 +136,8 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as by nohup
+            loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
         loop.add_signal_handler(signal.SIGQUIT, self._stop_at_once)
         log.info("%d processes", self._processes)
         await asyncio.gather(*(self._keep() for _ in range(self._processes)))
@@ -190,6 +192,11 @@ class Supervisor:
         self._was_asked = True
         if not self._stopping.is_set():
             self._stop()
+
+    def _on_hangup(self) -> None:
+        # Where a terminal closes, both the kernel and a shell send it.
+        if not self._was_asked:
+            self._on_signal()
 
     def _stop(self) -> None:
         self._stopping.set()

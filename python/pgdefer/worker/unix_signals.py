@@ -20,8 +20,8 @@ from pgdefer.worker.state import GRACE
 
 __all__ = ["run_until_signal", "signals"]
 
-# The signals that stop a worker.
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
+# The signals that stop a worker. SIGHUP: its terminal closes. It may be ignored, as by nohup.
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 
 
 class _Run(Protocol):
@@ -99,6 +99,40 @@ def _nothing() -> None:
     """Ignore a signal: the end has a limit."""
 
 
+class _Watch:
+    """Calls a function, in a thread, if the loop has not heard of a signal after a second."""
+
+    def __init__(self, on_deaf: Callable[[], None]) -> None:
+        self._on_deaf = on_deaf
+        # The numbers of signals that were told, and heard of.
+        self._told = self._heard = 0
+        # A signal's handler must start no thread and take no lock: it may interrupt what holds one.
+        self._to_check: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._has_ended = threading.Event()
+        threading.Thread(target=self._check, name="pgdefer-signals", daemon=True).start()
+
+    def tell(self) -> None:
+        """Take in that a signal has come. Called where it interrupts the main thread."""
+        self._told += 1
+        self._to_check.put(self._told)
+
+    def hear(self) -> bool:
+        """Take in that the loop has heard of all signals; return whether of the first one."""
+        is_first = self._heard == 0
+        self._heard = self._told
+        return is_first
+
+    def end(self) -> None:
+        """Call it no more."""
+        self._has_ended.set()
+        self._to_check.put(0)
+
+    def _check(self) -> None:
+        while number := self._to_check.get():
+            if not self._has_ended.wait(GRACE) and self._heard < number:
+                self._on_deaf()
+
+
 @contextlib.contextmanager
 def signals(
     on_stop: Callable[[], None],
@@ -106,40 +140,31 @@ def signals(
     on_any: Callable[[], None] = _nothing,
     on_deaf: Callable[[], None] = _nothing,
 ) -> Iterator[None]:
-    """Call on SIGTERM and SIGINT, and on SIGQUIT; only the main thread can.
+    """Call on SIGTERM, SIGINT and SIGHUP, and on SIGQUIT; only the main thread can.
 
+    SIGHUP counts only as the first: where a terminal closes, both the kernel and a shell send it.
     `on_any` is called before, at once: in the midst of what blocks the loop. `on_deaf` is called in
     a thread if the loop has not heard of a signal after a second.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = dict(zip(HANDLED, (on_stop, on_stop, on_quit), strict=True))
+    handlers = {
+        number: on_quit if number == signal.SIGQUIT else on_stop for number in _not_ignored()
+    }
     loop = asyncio.get_running_loop()
-    told = heard = 0
-    # A signal's handler must start no thread and take no lock: it may interrupt what holds one.
-    to_check: queue.SimpleQueue[int] = queue.SimpleQueue()
-    ended = threading.Event()
+    watch = _Watch(on_deaf)
 
     def tell(*_: object) -> None:
-        nonlocal told
-        told += 1
         on_any()
-        to_check.put(told)
+        watch.tell()
 
-    def hear(handler: Callable[[], None]) -> None:
-        nonlocal heard
-        heard = told
-        handler()
+    def hear(number: signal.Signals, handler: Callable[[], None]) -> None:
+        if watch.hear() or number != signal.SIGHUP:
+            handler()
 
-    def check() -> None:
-        while number := to_check.get():
-            if not ended.wait(GRACE) and heard < number:
-                on_deaf()
-
-    threading.Thread(target=check, name="pgdefer-signals", daemon=True).start()
     for number, handler in handlers.items():
-        loop.add_signal_handler(number, hear, handler)
+        loop.add_signal_handler(number, hear, number, handler)
         # In place of asyncio's own, which does nothing: the loop hears of signals by its pipe.
         signal.signal(number, tell)
         signal.siginterrupt(number, False)
@@ -147,12 +172,17 @@ def signals(
     try:
         yield
     finally:
-        ended.set()
-        to_check.put(0)
+        watch.end()
         if loop in _handling:  # not in a forked child
             _handling.remove(loop)
         for number in handlers:
             loop.remove_signal_handler(number)
+
+
+def _not_ignored() -> list[signal.Signals]:
+    """Return the signals to handle: SIGHUP only if this program does not ignore it."""
+    is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in HANDLED if number != signal.SIGHUP or not is_ignored]
 
 
 # A process that a handler forks, as multiprocessing does, has the loop's pipe for signals: one that
@@ -179,7 +209,7 @@ def _in_child() -> None:
     if _handling:
         _handling.clear()
         signal.set_wakeup_fd(-1)
-        for number in HANDLED:
+        for number in _not_ignored():
             is_interrupt = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
     _unblock()

@@ -200,6 +200,19 @@ def test_to_stop_waits_and_to_stop_twice_does_not(
     assert jobs.states() == {1: "ready", 2: "ready"}
 
 
+def test_a_hangup_lets_jobs_end(supervise: Supervise, jobs: Jobs, app: App, folder: Path) -> None:
+    """Also a second one: where a terminal closes, both the kernel and a shell send it."""
+    supervisor = supervise("--processes", "1")
+    app.defer("wait")
+    wait_for(supervisor.has_started_wait)
+    supervisor.send(signal.SIGHUP)
+    wait_for(lambda: "stopping, running processes" in supervisor.log())
+    supervisor.send(signal.SIGHUP)
+    (folder / "go").touch()
+    assert supervisor.code() == Exit.DONE, supervisor.log()
+    assert jobs.states() == {1: "succeeded"}
+
+
 def test_the_timeout_of_a_stop(supervise: Supervise, jobs: Jobs, app: App) -> None:
     supervisor = supervise("--processes", "1", "--shutdown-timeout", "0.5")
     app.defer("wait")

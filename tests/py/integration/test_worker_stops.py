@@ -345,7 +345,7 @@ async def test_jobs_that_do_not_end_go_back(
     is_over = True  # the one that ignores the cancel would keep the loop from ending
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("options", [{}, {"handle_signals": True}])
 def test_a_signal_stops_gracefully(
     app: App, jobs: Jobs, program: Program, number: signal.Signals, options: dict[str, Any]
@@ -371,6 +371,37 @@ def test_a_worker_in_a_loop_leaves_signals_to_the_program(
     process.send_signal(signal.SIGTERM)
     assert process.wait(300) == -signal.SIGTERM
     assert list(jobs.states().values()) == ["running"]
+
+
+def test_a_second_hangup_does_not_stop_at_once(app: App, jobs: Jobs, program: Program) -> None:
+    """Where a terminal closes, both the kernel and a shell send it."""
+    process = program()
+    assert process.stdout is not None
+    app.defer("slow", {"seconds": 1})
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.readline() == "stopping\n"
+    process.send_signal(signal.SIGHUP)
+    assert process.stdout.read() == "ended\n"
+    assert list(jobs.states().values()) == ["succeeded"]
+
+
+def test_a_hangup_that_is_ignored(app: App, jobs: Jobs, program: Program) -> None:
+    """As `nohup` has it."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = program()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert process.stdout is not None
+    app.defer("slow", {"seconds": 0})
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGHUP)
+    app.defer("slow", {"seconds": 0})
+    assert process.stdout.readline() == "started\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout.read() == "stopping\nended\n"
+    assert list(jobs.states().values()) == ["succeeded"] * 2
 
 
 @pytest.mark.parametrize(
