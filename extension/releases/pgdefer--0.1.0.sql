@@ -14639,9 +14639,7 @@ begin
     perform set_config('pgdefer.reviewed_at', date_part('epoch', v_now)::text, false);
   end if;
   perform queue._forget_workers(v_now);
-  if exists (select from queue.undelivered u) then
-    perform queue._release_stale(v_now);
-  end if;
+  perform queue._release_stale();
   reaped := queue._reap_leases(v_now, v_now + p_budget, reaped);
   next_expiry := least((select min(greatest(w.last_seen_at, (select queue._up_since())) + w.dead_after)
     from queue.worker w where w.gone_at is null), queue._next_lease_end());
@@ -14812,18 +14810,17 @@ begin
   return v_reaped;
 end $$;
 
--- Releases claims that were put aside (work/deliver.sql) and not fetched within stale_after.
+-- Releases claims that were put aside (work/deliver.sql) and not fetched in time.
 -- Locks: rows of queue.undelivered by skip locked; each claim as _reap_claim.
 -- Why no wake-up is lost: as _reap_claim.
-create or replace function queue._release_stale(p_now timestamptz)
+create or replace function queue._release_stale()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_claim record;
 begin
   for v_claim in
     select u.worker_id, u.no, u.id, u.claim from queue.undelivered u
-    where exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim
-      and aj.claimed_at < p_now - interval '2 s')
+    where exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim and aj.claimed_at < clock_timestamp() - interval '2 s')
     order by u.id limit 100 for update skip locked
   loop
     if queue._reap_claim(v_claim.id, v_claim.claim, 'released', null) > 0 then
@@ -15591,7 +15588,7 @@ begin
       order by e.at limit 1) <= v_now
     or exists (select from queue.worker w where w.gone_at is not null and not w.is_clear and not w.has_left)
     or exists (select from queue.undelivered u join queue.active_job aj on aj.id = u.id and aj.claim = u.claim
-      where aj.claimed_at < v_now - interval '2 s')
+      where aj.claimed_at < clock_timestamp() - interval '2 s')
   then
     perform queue._maintain(interval '100 ms');
   end if;
@@ -17586,9 +17583,9 @@ end $$;
 -- transaction pooler).
 --
 -- The worker does not know of undelivered claims. It may not fetch for long: its slots have become full, of
--- which some of the claims were ahead, or it stops. So a claim that was not fetched within stale_after is
--- released, by any maintenance (_release_stale, work/reap.sql), or at the latest by the worker's next fetch,
--- as the job's timeout counts from the claim.
+-- which some of the claims were ahead, or it stops. So a claim that was not fetched in time (macro is_stale)
+-- is released, by any maintenance (_release_stale, work/reap.sql), or at the latest by the worker's next
+-- fetch, as the job's timeout counts from the claim.
 
 -- Locks, here and in callers: a fetch that keeps claims undelivered holds the rows of queue.active_job that
 -- it has claimed, and the admission lock if it took it; its rows of queue.undelivered are new, so nobody
@@ -17600,13 +17597,15 @@ end $$;
 -- queue.active_job goes and the row here stays: its pair is no longer current, so it is skipped.
 -- Two sessions: work/deliver.reap.spec.
 
--- Whether a claimed job may start: it has not expired, its worker was not told to abort it, and neither its
--- queue nor its task is paused.
+-- Whether a claimed job may start: it has not expired, its worker was not told to abort it, its claim is not
+-- stale, and neither its queue nor its task is paused.
 create or replace function queue._may_start(p_id bigint, p_claim bigint)
 returns boolean language plpgsql volatile parallel safe security invoker as $$
 begin
   if exists (select from queue.expiry e where e.id = p_id and e.at <= clock_timestamp())
-    or exists (select from queue.abort a where a.id = p_id and a.claim = p_claim) then
+    or exists (select from queue.abort a where a.id = p_id and a.claim = p_claim)
+    or exists (select from queue.active_job aj
+      where aj.id = p_id and aj.claim = p_claim and aj.claimed_at < clock_timestamp() - interval '2 s') then
     return false;
   end if;
   return not exists (select from queue.pause p where p.is_paused) or (
@@ -17615,10 +17614,9 @@ begin
     from queue.job_now j where j.id = p_id);
 end $$;
 
--- Releases undelivered claims of a worker that may no longer start, or are older than stale_after; an expired
--- or aborted job is cancelled by that.
--- Returns whether there was any. A claim whose row another transaction holds stays undelivered; the next call
--- finds out whether it has ended.
+-- Releases undelivered claims of a worker that may no longer start; an expired or aborted job is cancelled by
+-- that. Returns whether there was any. A claim whose row another transaction holds stays undelivered; the next
+-- call finds out whether it has ended.
 -- Locks: rows of queue.undelivered, then of queue.active_job, by skip locked.
 create or replace function queue._give_back_undelivered(p_worker bigint)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
@@ -17628,9 +17626,7 @@ declare
 begin
   for v_claim in
     select u.no, u.id, u.claim from queue.undelivered u
-    where u.worker_id = p_worker and (not queue._may_start(u.id, u.claim)
-      or exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim
-        and aj.claimed_at < clock_timestamp() - interval '2 s'))
+    where u.worker_id = p_worker and not queue._may_start(u.id, u.claim)
     order by u.id for update skip locked
   loop
     perform from queue.active_job aj where aj.id = v_claim.id

@@ -12,9 +12,9 @@
 -- transaction pooler).
 --
 -- The worker does not know of undelivered claims. It may not fetch for long: its slots have become full, of
--- which some of the claims were ahead, or it stops. So a claim that was not fetched within stale_after is
--- released, by any maintenance (_release_stale, work/reap.sql), or at the latest by the worker's next fetch,
--- as the job's timeout counts from the claim.
+-- which some of the claims were ahead, or it stops. So a claim that was not fetched in time (macro is_stale)
+-- is released, by any maintenance (_release_stale, work/reap.sql), or at the latest by the worker's next
+-- fetch, as the job's timeout counts from the claim.
 
 -- Locks, here and in callers: a fetch that keeps claims undelivered holds the rows of queue.active_job that
 -- it has claimed, and the admission lock if it took it; its rows of queue.undelivered are new, so nobody
@@ -26,13 +26,15 @@
 -- queue.active_job goes and the row here stays: its pair is no longer current, so it is skipped.
 -- Two sessions: work/deliver.reap.spec.
 
--- Whether a claimed job may start: it has not expired, its worker was not told to abort it, and neither its
--- queue nor its task is paused.
+-- Whether a claimed job may start: it has not expired, its worker was not told to abort it, its claim is not
+-- stale, and neither its queue nor its task is paused.
 create or replace function queue._may_start(p_id bigint, p_claim bigint)
 returns boolean language plpgsql volatile parallel safe security invoker as $$
 begin
   if exists (select from queue.expiry e where e.id = p_id and e.at <= clock_timestamp())
-    or exists (select from queue.abort a where a.id = p_id and a.claim = p_claim) then
+    or exists (select from queue.abort a where a.id = p_id and a.claim = p_claim)
+    or exists (select from queue.active_job aj
+      where aj.id = p_id and aj.claim = p_claim and {{is_stale}}) then
     return false;
   end if;
   return not exists (select from queue.pause p where p.is_paused) or (
@@ -41,10 +43,9 @@ begin
     from queue.job_now j where j.id = p_id);
 end $$;
 
--- Releases undelivered claims of a worker that may no longer start, or are older than stale_after; an expired
--- or aborted job is cancelled by that.
--- Returns whether there was any. A claim whose row another transaction holds stays undelivered; the next call
--- finds out whether it has ended.
+-- Releases undelivered claims of a worker that may no longer start; an expired or aborted job is cancelled by
+-- that. Returns whether there was any. A claim whose row another transaction holds stays undelivered; the next
+-- call finds out whether it has ended.
 -- Locks: rows of queue.undelivered, then of queue.active_job, by skip locked.
 create or replace function queue._give_back_undelivered(p_worker bigint)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
@@ -54,9 +55,7 @@ declare
 begin
   for v_claim in
     select u.no, u.id, u.claim from queue.undelivered u
-    where u.worker_id = p_worker and (not queue._may_start(u.id, u.claim)
-      or exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim
-        and aj.claimed_at < clock_timestamp() - {{stale_after}}))
+    where u.worker_id = p_worker and not queue._may_start(u.id, u.claim)
     order by u.id for update skip locked
   loop
     perform from queue.active_job aj where aj.id = v_claim.id

@@ -78,9 +78,7 @@ begin
     perform set_config('pgdefer.reviewed_at', date_part('epoch', v_now)::text, false);
   end if;
   perform queue._forget_workers(v_now);
-  if exists (select from queue.undelivered u) then
-    perform queue._release_stale(v_now);
-  end if;
+  perform queue._release_stale();
   reaped := queue._reap_leases(v_now, v_now + p_budget, reaped);
   next_expiry := least((select min(greatest(w.last_seen_at, (select queue._up_since())) + w.dead_after)
     from queue.worker w where w.gone_at is null), queue._next_lease_end());
@@ -251,18 +249,17 @@ begin
   return v_reaped;
 end $$;
 
--- Releases claims that were put aside (work/deliver.sql) and not fetched within stale_after.
+-- Releases claims that were put aside (work/deliver.sql) and not fetched in time.
 -- Locks: rows of queue.undelivered by skip locked; each claim as _reap_claim.
 -- Why no wake-up is lost: as _reap_claim.
-create or replace function queue._release_stale(p_now timestamptz)
+create or replace function queue._release_stale()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_claim record;
 begin
   for v_claim in
     select u.worker_id, u.no, u.id, u.claim from queue.undelivered u
-    where exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim
-      and aj.claimed_at < p_now - {{stale_after}})
+    where exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim and {{is_stale}})
     order by u.id limit 100 for update skip locked
   loop
     if queue._reap_claim(v_claim.id, v_claim.claim, 'released', null) > 0 then
