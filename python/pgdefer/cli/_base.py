@@ -133,10 +133,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 # JSON with more levels is shown as text: what shows a value calls itself for each.
 LEVELS = 100
-# Of the numbers that are read here: int() refuses very long ones.
-MOST_DIGITS = 19
 # The longest time between queries, in seconds: a day.
 LONGEST = 86_400
+
+
+def is_whole(text: str) -> bool:
+    """Whether a text is a whole number that Python and the database can read."""
+    return text.isascii() and text.isdigit() and len(text) < 20
 
 
 def no_nan(seconds: float) -> float:

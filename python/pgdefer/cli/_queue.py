@@ -15,7 +15,6 @@ from pgdefer.database import sql
 from . import _complete, _show
 from ._base import (
     DSN,
-    MOST_DIGITS,
     AsJson,
     DryRun,
     Exit,
@@ -23,6 +22,7 @@ from ._base import (
     Yes,
     confirm,
     fail,
+    is_whole,
     out,
     session,
     typed,
@@ -213,5 +213,4 @@ def configure(
 
 def _number(text: str) -> int | str:
     """Return a number as an int. The database refuses other texts."""
-    is_number = text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS
-    return int(text) if is_number else text
+    return int(text) if is_whole(text) else text

@@ -32,7 +32,7 @@ from pgdefer.worker.prefetch import MOST, MOST_OF_MANY
 from pgdefer.worker.supervisor import Supervisor, SupervisorChannel
 
 from . import _show
-from ._base import DSN, MOST_DIGITS, AsJson, Exit, fail, reported, session
+from ._base import DSN, AsJson, Exit, fail, is_whole, reported, session
 from ._log import Format, Level, set_up_log
 from ._reload import run_and_reload
 
@@ -394,7 +394,7 @@ def _choose(
 
 def _limit(text: str) -> tuple[str, int]:
     queue, _, most = text.rpartition("=")
-    if not (queue and most.isascii() and most.isdigit() and len(most) <= MOST_DIGITS):
+    if not (queue and is_whole(most)):
         fail(Exit.USAGE, f"--max-running is QUEUE=N, such as reports=2, not {text}")
     return queue, int(most)
 
