@@ -285,7 +285,7 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         per_database: int | None = None,
         **options: Unpack[WorkerOptions],
     ) -> None:
-        """Run a worker until SIGTERM, SIGINT or SIGHUP: `Worker`, or with `dsns` `MultiWorker`."""
+        """Run a `Worker`, or with `dsns` a `MultiWorker`, until SIGTERM, SIGINT or SIGHUP."""
         self._worker(queues, dsns, per_database, options).run()
 
     async def run_worker_async(
@@ -300,9 +300,9 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         """Run a worker in this event loop, until cancelled; otherwise as `run_worker`.
 
         Then running jobs may go on for `shutdown_timeout`; without one they are given back. With
-        `handle_signals` it also ends at SIGTERM and SIGINT. Pass that in a program of its own, as
-        `asyncio.run(app.run_worker_async(handle_signals=True))`: without it SIGTERM kills the
-        program. Don't pass it in the loop of a web server, which handles these signals itself.
+        `handle_signals` it also ends at SIGTERM, SIGINT and SIGHUP. Pass that in a program of its
+        own, as `asyncio.run(app.run_worker_async(handle_signals=True))`: without it SIGTERM kills
+        the program. Don't pass it in the loop of a web server, which handles these signals itself.
         """
         worker = self._worker(queues, dsns, per_database, options)
         await worker.run_async(handle_signals=handle_signals)

@@ -165,7 +165,7 @@ class Worker:
     # Life
 
     def run(self) -> None:
-        """Run until SIGTERM, SIGINT or SIGHUP, then end as `stop`; again, or SIGQUIT: at once."""
+        """Run until SIGTERM, SIGINT or SIGHUP, then `stop`; at another, or SIGQUIT, end at once."""
         run_until_signal(self.run_async, self.executor.note_unresponsive)
 
     async def run_async(self, *, handle_signals: bool = False) -> None:
