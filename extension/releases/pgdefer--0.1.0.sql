@@ -17615,8 +17615,8 @@ begin
 end $$;
 
 -- Releases undelivered claims of a worker that may no longer start; an expired or aborted job is cancelled by
--- that. Returns whether there was any. A claim whose row another transaction holds stays undelivered; the next
--- call finds out whether it has ended.
+-- that. Returns whether there was any. A claim whose row another transaction holds stays undelivered; the
+-- next call finds out whether it has ended.
 -- Locks: rows of queue.undelivered, then of queue.active_job, by skip locked.
 create or replace function queue._give_back_undelivered(p_worker bigint)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
