@@ -36,7 +36,8 @@ comment on function queue.version() is
 -- Locks: exclusive locks on all tables and views, the admission lock's table first. Running sessions lock
 -- them in other orders: so it waits for them for 100 ms at a time, a hundred times, and a failed try releases
 -- all, before the deadlock check runs (deadlock_timeout).
--- Raises: 22023 without force, and if that is NULL and there are jobs; 55P03.
+-- Raises: 22023 without force, and if that is NULL and there are jobs; QJ008 if it is NULL: an older snapshot
+-- would not show all jobs; 55P03.
 create or replace function queue.uninstall(force boolean default false)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -45,6 +46,8 @@ declare
 begin
   if not force then
     perform queue._refuse_to_uninstall();
+  elsif force is null then
+    perform queue._check_isolation();
   end if;
   for v_try in 1 .. 100 loop
     begin

@@ -3826,7 +3826,8 @@ comment on function queue.version() is
 -- Locks: exclusive locks on all tables and views, the admission lock's table first. Running sessions lock
 -- them in other orders: so it waits for them for 100 ms at a time, a hundred times, and a failed try releases
 -- all, before the deadlock check runs (deadlock_timeout).
--- Raises: 22023 without force, and if that is NULL and there are jobs; 55P03.
+-- Raises: 22023 without force, and if that is NULL and there are jobs; QJ008 if it is NULL: an older snapshot
+-- would not show all jobs; 55P03.
 create or replace function queue.uninstall(force boolean default false)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -3835,6 +3836,8 @@ declare
 begin
   if not force then
     perform queue._refuse_to_uninstall();
+  elsif force is null then
+    perform queue._check_isolation();
   end if;
   for v_try in 1 .. 100 loop
     begin
@@ -12900,8 +12903,9 @@ end $$;
 -- transaction commits before the later call, that call does not count it. Otherwise, if its transaction takes
 -- less than 100 ms, it began after the row became visible: it sees the row, and wakes that worker, which
 -- listens on its own channel by then. One that leaves in a longer transaction is like a frozen one: the
--- deputy takes its place. If the first two die or freeze together, the rest look every 10 to 30 s, each at
--- its own time; then before_sleep passes over sessions that have ended and workers that reap has given up.
+-- deputy takes its place. If the first two die or freeze together, the third looks every 2 s, the others
+-- every 10 to 30 s, each at its own time; then before_sleep passes over sessions that have ended and workers
+-- that reap has given up.
 create or replace function queue._leave_line(p_worker bigint, p_has_found boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -14639,7 +14643,7 @@ begin
     perform set_config('pgdefer.reviewed_at', date_part('epoch', v_now)::text, false);
   end if;
   perform queue._forget_workers(v_now);
-  perform queue._release_stale();
+  perform queue._release_stale(v_now + p_budget);
   reaped := queue._reap_leases(v_now, v_now + p_budget, reaped);
   next_expiry := least((select min(greatest(w.last_seen_at, (select queue._up_since())) + w.dead_after)
     from queue.worker w where w.gone_at is null), queue._next_lease_end());
@@ -14810,22 +14814,23 @@ begin
   return v_reaped;
 end $$;
 
--- Releases claims that were put aside (work/deliver.sql) and not fetched in time.
+-- Releases claims that were put aside (work/deliver.sql) and not fetched in time, until p_until.
 -- Locks: rows of queue.undelivered by skip locked; each claim as _reap_claim.
 -- Why no wake-up is lost: as _reap_claim.
-create or replace function queue._release_stale()
+create or replace function queue._release_stale(p_until timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_claim record;
 begin
   for v_claim in
     select u.worker_id, u.no, u.id, u.claim from queue.undelivered u
-    where exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim and aj.claimed_at < clock_timestamp() - interval '2 s')
+    where exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim and aj.claimed_at < clock_timestamp() - case when u.size + 120/* row_bytes */ > 65536/* answer_bytes */ then interval '30 s' else interval '2 s' end)
     order by u.id limit 100 for update skip locked
   loop
     if queue._reap_claim(v_claim.id, v_claim.claim, 'released', null) > 0 then
       delete from queue.undelivered u where u.worker_id = v_claim.worker_id and u.no = v_claim.no;
     end if;
+    exit when clock_timestamp() > p_until;
   end loop;
 end $$;
 
@@ -15587,8 +15592,7 @@ begin
       where (select aj.claim from queue.active_job aj where aj.id = e.id) is null
       order by e.at limit 1) <= v_now
     or exists (select from queue.worker w where w.gone_at is not null and not w.is_clear and not w.has_left)
-    or exists (select from queue.undelivered u join queue.active_job aj on aj.id = u.id and aj.claim = u.claim
-      where aj.claimed_at < clock_timestamp() - interval '2 s')
+    or exists (select from queue.undelivered u cross join queue.active_job aj where aj.id = u.id and aj.claim = u.claim and aj.claimed_at < clock_timestamp() - case when u.size + 120/* row_bytes */ > 65536/* answer_bytes */ then interval '30 s' else interval '2 s' end)
   then
     perform queue._maintain(interval '100 ms');
   end if;
@@ -17599,13 +17603,13 @@ end $$;
 
 -- Whether a claimed job may start: it has not expired, its worker was not told to abort it, its claim is not
 -- stale, and neither its queue nor its task is paused.
-create or replace function queue._may_start(p_id bigint, p_claim bigint)
+create or replace function queue._may_start(p_id bigint, p_claim bigint, p_size integer)
 returns boolean language plpgsql volatile parallel safe security invoker as $$
 begin
   if exists (select from queue.expiry e where e.id = p_id and e.at <= clock_timestamp())
     or exists (select from queue.abort a where a.id = p_id and a.claim = p_claim)
     or exists (select from queue.active_job aj
-      where aj.id = p_id and aj.claim = p_claim and aj.claimed_at < clock_timestamp() - interval '2 s') then
+      cross join (values (p_id, p_claim, p_size)) u (id, claim, size) where aj.id = u.id and aj.claim = u.claim and aj.claimed_at < clock_timestamp() - case when u.size + 120/* row_bytes */ > 65536/* answer_bytes */ then interval '30 s' else interval '2 s' end) then
     return false;
   end if;
   return not exists (select from queue.pause p where p.is_paused) or (
@@ -17626,7 +17630,7 @@ declare
 begin
   for v_claim in
     select u.no, u.id, u.claim from queue.undelivered u
-    where u.worker_id = p_worker and not queue._may_start(u.id, u.claim)
+    where u.worker_id = p_worker and not queue._may_start(u.id, u.claim, u.size)
     order by u.id for update skip locked
   loop
     perform from queue.active_job aj where aj.id = v_claim.id
@@ -17732,7 +17736,7 @@ begin
   else
     with deliverable as (
       select u.no, u.size from queue.undelivered u
-      where u.worker_id = p_worker and queue._may_start(u.id, u.claim)
+      where u.worker_id = p_worker and queue._may_start(u.id, u.claim, u.size)
       order by u.no for update skip locked),
     gone as (
       delete from queue.undelivered u

@@ -28,13 +28,13 @@
 
 -- Whether a claimed job may start: it has not expired, its worker was not told to abort it, its claim is not
 -- stale, and neither its queue nor its task is paused.
-create or replace function queue._may_start(p_id bigint, p_claim bigint)
+create or replace function queue._may_start(p_id bigint, p_claim bigint, p_size integer)
 returns boolean language plpgsql volatile parallel safe security invoker as $$
 begin
   if exists (select from queue.expiry e where e.id = p_id and e.at <= clock_timestamp())
     or exists (select from queue.abort a where a.id = p_id and a.claim = p_claim)
     or exists (select from queue.active_job aj
-      where aj.id = p_id and aj.claim = p_claim and {{is_stale}}) then
+      cross join (values (p_id, p_claim, p_size)) u (id, claim, size) where {{is_stale}}) then
     return false;
   end if;
   return not exists (select from queue.pause p where p.is_paused) or (
@@ -55,7 +55,7 @@ declare
 begin
   for v_claim in
     select u.no, u.id, u.claim from queue.undelivered u
-    where u.worker_id = p_worker and not queue._may_start(u.id, u.claim)
+    where u.worker_id = p_worker and not queue._may_start(u.id, u.claim, u.size)
     order by u.id for update skip locked
   loop
     perform from queue.active_job aj where aj.id = v_claim.id
@@ -161,7 +161,7 @@ begin
   else
     with deliverable as (
       select u.no, u.size from queue.undelivered u
-      where u.worker_id = p_worker and queue._may_start(u.id, u.claim)
+      where u.worker_id = p_worker and queue._may_start(u.id, u.claim, u.size)
       order by u.no for update skip locked),
     gone as (
       delete from queue.undelivered u

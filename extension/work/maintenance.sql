@@ -71,8 +71,7 @@ begin
       where (select aj.claim from queue.active_job aj where aj.id = e.id) is null
       order by e.at limit 1) <= v_now
     or exists (select from queue.worker w where w.gone_at is not null and not w.is_clear and not w.has_left)
-    or exists (select from queue.undelivered u join queue.active_job aj on aj.id = u.id and aj.claim = u.claim
-      where {{is_stale}})
+    or exists (select from queue.undelivered u cross join queue.active_job aj where {{is_stale}})
   then
     perform queue._maintain(interval '100 ms');
   end if;

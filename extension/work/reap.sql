@@ -78,7 +78,7 @@ begin
     perform set_config('pgdefer.reviewed_at', date_part('epoch', v_now)::text, false);
   end if;
   perform queue._forget_workers(v_now);
-  perform queue._release_stale();
+  perform queue._release_stale(v_now + p_budget);
   reaped := queue._reap_leases(v_now, v_now + p_budget, reaped);
   next_expiry := least((select min(greatest(w.last_seen_at, (select queue._up_since())) + w.dead_after)
     from queue.worker w where w.gone_at is null), queue._next_lease_end());
@@ -249,22 +249,23 @@ begin
   return v_reaped;
 end $$;
 
--- Releases claims that were put aside (work/deliver.sql) and not fetched in time.
+-- Releases claims that were put aside (work/deliver.sql) and not fetched in time, until p_until.
 -- Locks: rows of queue.undelivered by skip locked; each claim as _reap_claim.
 -- Why no wake-up is lost: as _reap_claim.
-create or replace function queue._release_stale()
+create or replace function queue._release_stale(p_until timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_claim record;
 begin
   for v_claim in
     select u.worker_id, u.no, u.id, u.claim from queue.undelivered u
-    where exists (select from queue.active_job aj where aj.id = u.id and aj.claim = u.claim and {{is_stale}})
+    where exists (select from queue.active_job aj where {{is_stale}})
     order by u.id limit 100 for update skip locked
   loop
     if queue._reap_claim(v_claim.id, v_claim.claim, 'released', null) > 0 then
       delete from queue.undelivered u where u.worker_id = v_claim.worker_id and u.no = v_claim.no;
     end if;
+    exit when clock_timestamp() > p_until;
   end loop;
 end $$;
 

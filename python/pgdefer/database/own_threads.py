@@ -17,8 +17,9 @@ __all__ = ["blocks_worker", "enter_coroutine", "has_running_loop", "in_own_threa
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_in_coroutine: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "pgdefer_in_coroutine", default=False
+# The event loop of the worker whose handler this context is.
+_loop: contextvars.ContextVar[asyncio.AbstractEventLoop | None] = contextvars.ContextVar(
+    "pgdefer_loop", default=None
 )
 
 
@@ -36,12 +37,12 @@ def has_running_loop() -> bool:
 
 def enter_coroutine() -> None:
     """Note that this context is a handler's that runs in the event loop of its worker."""
-    _in_coroutine.set(True)
+    _loop.set(asyncio.get_running_loop())
 
 
 def blocks_worker() -> bool:
     """Whether a call that waits here would block the event loop of a worker."""
-    return _in_coroutine.get() and has_running_loop()
+    return has_running_loop() and asyncio.get_running_loop() is _loop.get()
 
 
 async def in_own_thread(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:

@@ -49,7 +49,7 @@ class ThreadLock:
     """Lets calls of threads take turns. They await nothing meanwhile, so no coroutine waits."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a hook of the test's connection may defer, too
 
     async def __aenter__(self) -> None:
         self._lock.acquire()

@@ -28,6 +28,7 @@ from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.task import Task, find_task
 from pgdefer.worker import ending, handler, memory
 from pgdefer.worker.outcomes import Settled
+from pgdefer.worker.unix_signals import not_ignored
 
 __all__ = ["AbortRequest", "Prepare", "Prepared", "Recall", "Result", "Started", "main"]
 
@@ -154,7 +155,7 @@ class _Inbox:
 
 def main(connection: Connection, dsn: str) -> None:
     """Run jobs until the worker closes the connection."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP):
+    for number in not_ignored():
         # They are for the worker, which says when to stop. (If they were ignored, programs that a
         # handler starts would inherit that.)
         signal.signal(number, lambda *_: None)

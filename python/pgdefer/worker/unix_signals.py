@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from pgdefer.database.own_threads import has_running_loop, in_own_thread
 from pgdefer.worker.state import GRACE
 
-__all__ = ["run_until_signal", "signals"]
+__all__ = ["not_ignored", "run_until_signal", "signals"]
 
 # The signals that stop a worker. SIGHUP: its terminal closes. It may be ignored, as by nohup.
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
@@ -109,7 +109,8 @@ class _Watch:
         # A signal's handler must start no thread and take no lock: it may interrupt what holds one.
         self._to_check: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._has_ended = threading.Event()
-        threading.Thread(target=self._check, name="pgdefer-signals", daemon=True).start()
+        if on_deaf is not _nothing:
+            threading.Thread(target=self._check, name="pgdefer-signals", daemon=True).start()
 
     def tell(self) -> None:
         """Take in that a signal has come. Called where it interrupts the main thread."""
@@ -150,7 +151,7 @@ def signals(
         yield
         return
     handlers = {
-        number: on_quit if number == signal.SIGQUIT else on_stop for number in _not_ignored()
+        number: on_quit if number == signal.SIGQUIT else on_stop for number in not_ignored()
     }
     loop = asyncio.get_running_loop()
     watch = _Watch(on_deaf)
@@ -163,13 +164,13 @@ def signals(
         if watch.hear() or number != signal.SIGHUP:
             handler()
 
-    for number, handler in handlers.items():
-        loop.add_signal_handler(number, hear, number, handler)
-        # In place of asyncio's own, which does nothing: the loop hears of signals by its pipe.
-        signal.signal(number, tell)
-        signal.siginterrupt(number, False)
-    _handling.append(loop)
     try:
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, hear, number, handler)
+            # In place of asyncio's own, which does nothing: the loop hears of signals by its pipe.
+            signal.signal(number, tell)
+            signal.siginterrupt(number, False)
+        _handling.append(loop)
         yield
     finally:
         watch.end()
@@ -179,7 +180,7 @@ def signals(
             loop.remove_signal_handler(number)
 
 
-def _not_ignored() -> list[signal.Signals]:
+def not_ignored() -> list[signal.Signals]:
     """Return the signals to handle: SIGHUP only if this program does not ignore it."""
     is_ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return [number for number in HANDLED if number != signal.SIGHUP or not is_ignored]
@@ -209,7 +210,7 @@ def _in_child() -> None:
     if _handling:
         _handling.clear()
         signal.set_wakeup_fd(-1)
-        for number in _not_ignored():
+        for number in not_ignored():
             is_interrupt = number == signal.SIGINT
             signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
     _unblock()

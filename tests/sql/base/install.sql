@@ -1,6 +1,6 @@
 -- Installing: twice, uninstalling, DROP EXTENSION, and what the tables may depend on.
 
-select plan(44);
+select plan(45);
 
 -- Everything that install created, as text.
 create function pg_temp.made() returns text language sql as $$
@@ -37,6 +37,9 @@ rollback;
 select is(test.refusal('select queue.uninstall()'), '22023', 'uninstall wants force');
 select is(test.refusal('select queue.uninstall(force => false)'), '22023', 'force => false is none');
 select is(test.refusal('select queue.uninstall(force => null)'), '22023', 'nor is NULL, while there are jobs');
+begin isolation level repeatable read;
+select is(test.refusal('select queue.uninstall(force => null)'), 'QJ008', 'NULL needs a snapshot that shows all jobs');
+rollback;
 select is((select count(*) from queue.jobs), 1::bigint, 'and without it nothing is gone');
 
 -- The references of the tables, views, defaults, constraints, indexes, triggers and rules of the schema

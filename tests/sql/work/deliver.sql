@@ -1,6 +1,6 @@
 -- Delivering: an answer of fetch is bounded. The rest is handed out separately, without the admission lock.
 
-select plan(77);
+select plan(78);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 create function pg_temp.large(bytes integer) returns jsonb language sql as $$
@@ -131,7 +131,7 @@ select queue.defer('huge', pg_temp.large(100000), 'stops') as id, queue.defer('s
 select pg_temp.got() \g /dev/null
 select queue.pause('stops'), queue.pause(task => 'stops') \g /dev/null
 select is(pg_temp.got(), null, 'a job paused while it is aside is not handed out');
-select is((select count(*) from queue.jobs j where j.id in (:id, :other) and j.state <> 'running' and j.attempts = 0), 2::bigint, 'but given back');
+select is((select count(*) from queue.jobs j where j.id in (:id, :other) and j.state <> 'running' and j.attempts = 0), 2::bigint, 'it is given back');
 select is(pg_temp.aside(), 0::bigint, 'nothing is aside');
 select queue.resume('stops'), queue.resume(task => 'stops') \g /dev/null
 select pg_temp.got() \g /dev/null
@@ -153,9 +153,14 @@ select is((select string_agg(concat_ws(' ', a.attempt, a.outcome), ', ') from qu
 select pg_temp.finish() \g /dev/null
 select queue.deregister_worker(:idle) \g /dev/null
 select queue.defer('huge', pg_temp.large(100000), options => '{"timeout": "1 s"}') as id \gset
-select is(pg_temp.got(), null, 'put aside');
-update queue.active_job set claimed_at = claimed_at - interval '3 s' where id = :id;
-select is(pg_temp.got(), null, 'is not handed out late, as its timeout counts from the claim');
+select is(pg_temp.got(), null, 'one that fits into no first answer is put aside');
+update queue.active_job set claimed_at = claimed_at - interval '25 s' where id = :id;
+select is(pg_temp.got(), 'huge 100012', 'and handed out to a client that seldom fetches');
+select pg_temp.finish() \g /dev/null
+select queue.defer('huge', pg_temp.large(100000), options => '{"timeout": "1 s"}') as id \gset
+select pg_temp.got() \g /dev/null
+update queue.active_job set claimed_at = claimed_at - interval '40 s' where id = :id;
+select is(pg_temp.got(), null, 'but not ever so late, as its timeout counts from the claim');
 select is((select concat_ws(' ', j.state, j.attempts) from queue.jobs j where j.id = :id), 'ready 0', 'but given back');
 select pg_temp.got() \g /dev/null
 select is(pg_temp.got(), 'huge 100012', 'and handed out by its next claim');
