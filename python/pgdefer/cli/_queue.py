@@ -85,12 +85,10 @@ def create(
     if rows.texts is not None:
         _show.print_json(rows.texts)
     else:
-        is_new = rows.values[0]["is_new"]
-        out.print(
-            f"{_show.escaped(name)}: {'made' if is_new else 'exists already'}",
-            markup=False,
-            highlight=False,
-        )
+        what = "made" if rows.values[0]["is_new"] else "exists already"
+        if paused and not rows.values[0]["is_new"]:
+            what += ", so --paused has no effect: use pgdefer queue pause"
+        out.print(f"{_show.escaped(name)}: {what}", markup=False, highlight=False)
 
 
 @queues.command("delete")

@@ -138,6 +138,8 @@ def test_queues(run: Run, jobs: Jobs, claim: Claim) -> None:
     assert run("queue", "ls").err == "There are no queues.\n"
     assert run("queue", "create", "q").out == "q: made\n"
     assert run("queue", "create", "q").out == "q: exists already\n"
+    unpaused = "q: exists already, so --paused has no effect: use pgdefer queue pause\n"
+    assert run("queue", "create", "q", "--paused").out == unpaused
     assert run("queue", "create", "q", "--json").json == [{"is_new": False}]
     assert run("queue", "create", "p", "--paused").code == 0
     first = defer(run, "t", "-q", "p")
