@@ -43,6 +43,8 @@ class Parameters:
     ) -> Parameters:
         """Read them. With `has_connection`, the first one is not an argument of the job."""
         signature = inspect.signature(function)
+        if _is_method(function, signature):
+            raise TypeError("it is a method, and a worker has no object for it: make it a function")
         if has_connection:
             if not signature.parameters:
                 raise TypeError("it is transactional: its first parameter must be the connection")
@@ -158,6 +160,12 @@ class Parameters:
             except ValueError:
                 raise DecodeError(f"{SCHEDULED_FOR} is not a time: {moment!r}") from None
         return args
+
+
+def _is_method(function: Callable[..., Any], signature: inspect.Signature) -> bool:
+    """Return whether the function is of a class body, and takes the object."""
+    _, _, name = getattr(function, "__qualname__", "").rpartition("<locals>.")
+    return "." in name and next(iter(signature.parameters), None) == "self"
 
 
 def _is_moment(function: Callable[..., Any], signature: inspect.Signature) -> bool:

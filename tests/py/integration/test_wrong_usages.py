@@ -33,6 +33,11 @@ def greet_rows(name: str) -> Any:
     yield name
 
 
+class Greeter:
+    def greet(self, name: str) -> str:
+        return name
+
+
 def task(app: App, function: Callable[..., Any] = greet, **options: Any) -> Any:
     return app.task(name="greet", **options)(function)
 
@@ -121,6 +126,7 @@ AT_IMPORT: dict[str, tuple[Callable[[App], object], str]] = {
         "its first parameter must be the connection",
     ),
     "batch": (at_import(batch=0), "batch must be from 1 to 1000"),
+    "a method": (at_import(function=Greeter.greet), "it is a method, and a worker has no object"),
     "a generator": (at_import(function=greet_rows), "replace `yield` by `return`"),
     "one name twice": (lambda app: [task(app), task(app, greet_async)], "there are two tasks"),
     "four fields": (recur("0 6 * *"), "a cron expression has 5"),
