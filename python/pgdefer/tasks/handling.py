@@ -68,7 +68,8 @@ class HandlingOptions(TypedDict, total=False):
     """The options of App.task that only the worker's process uses.
 
     `give_up_on`: errors that fail the job at once. `retry_on`: the only errors that are retried.
-    `retry` sets how often and when. `decide` is called for all other errors.
+    An ExceptionGroup, as a TaskGroup raises it, fails the job if one error in it would. `retry`
+    sets how often and when. `decide` is called for all other errors.
 
     `run_in="process"` is for functions that use much CPU or memory, or may crash: a child process
     of the worker runs them, and is killed if they don't end in time. `max_memory` limits the bytes
@@ -114,7 +115,7 @@ class FailurePolicy:
             raise TypeError(f"decide must be a function of the error and the job: {self.decide!r}")
         for name, classes in (("retry_on", self.retry_on or ()), ("give_up_on", self.give_up_on)):
             found: Any
-            for found in classes if isinstance(classes, tuple) else (classes,):
+            for found in _as_tuple(classes):
                 if not (isinstance(found, type) and issubclass(found, BaseException)):
                     raise TypeError(
                         f"{name} must be a class of errors, or a tuple of classes: {found!r}"
@@ -122,13 +123,31 @@ class FailurePolicy:
 
     def decision(self, error: BaseException, job: JobContext) -> dict[str, Any]:
         """Return the options of queue.fail for an error."""
-        final = (DecodeError, StepChanged, StepFailed, UnknownTask, self.give_up_on)
-        if isinstance(error, final):
+        final = (DecodeError, StepChanged, StepFailed, UnknownTask, *_as_tuple(self.give_up_on))
+        has_final, _ = _split_error(error, final)
+        if has_final:
             return {"retryable": False}
-        if self.retry_on is not None and not isinstance(error, self.retry_on):
-            return {"retryable": False}
+        if self.retry_on is not None:
+            _, has_others = _split_error(error, _as_tuple(self.retry_on))
+            if has_others:
+                return {"retryable": False}
         decided = None if self.decide is None else self.decide(error, job)
         return {} if decided is None else decided.as_options()
+
+
+def _as_tuple(classes: Classes) -> tuple[type[BaseException], ...]:
+    return classes if isinstance(classes, tuple) else (classes,)
+
+
+def _split_error(
+    error: BaseException, classes: tuple[type[BaseException], ...]
+) -> tuple[bool, bool]:
+    """Return whether an error, or one in its group, is of these classes, and whether one is not."""
+    if isinstance(error, BaseExceptionGroup):
+        matching, others = error.split(classes)
+        return matching is not None, others is not None
+    is_matching = isinstance(error, classes)
+    return is_matching, not is_matching
 
 
 #: Says nothing of errors: a job's retry policy decides.

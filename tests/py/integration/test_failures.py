@@ -45,6 +45,30 @@ async def test_by_class(app: App, jobs: Jobs) -> None:
     assert reasons == ["attempts" if n == 2 else "not_retryable" for n in attempts]
 
 
+async def test_by_the_class_of_each_error_in_a_group(app: App, jobs: Jobs) -> None:
+    groups = [
+        ExceptionGroup("one", [OSError()]),
+        ExceptionGroup("within", [KeyError(), ExceptionGroup("another", [OSError()])]),
+        ExceptionGroup("other", [OSError(), ValueError()]),
+        ExceptionGroup("final", [OSError(), ConnectionError()]),
+    ]
+
+    @app.task(retry=Retry(2), retry_on=(OSError, KeyError), give_up_on=ConnectionError)
+    async def task(number: int) -> None:
+        raise groups[number]
+
+    @app.task(retry=Retry(2), retry_on=ExceptionGroup)
+    async def retries_groups(number: int) -> None:
+        raise groups[number]
+
+    async with running(app):
+        made = [await task.defer_async(number) for number in range(len(groups))]
+        made.append(await retries_groups.defer_async(2))
+        await jobs.end()
+    shown = {row["id"]: row for row in jobs()}
+    assert [shown[job.id]["attempts"] for job in made] == [2, 2, 1, 1, 2]
+
+
 async def test_by_decision(app: App, jobs: Jobs) -> None:
     asked: list[tuple[str, int, int]] = []
 
