@@ -405,15 +405,21 @@ async def test_heartbeats_without_a_connection_of_their_own(dsn: str, conn: Conn
         f"(select min(backend_start) from pg_stat_activity where pid in ({sessions}))"
     )
     pool: Any = ConnectionPool(find, open=False)  # type: ignore[arg-type]
-    async with running(App(connection=pool), heartbeat_every=0.1, dead_after=60) as worker:
+    # So long may an answer take. They are sent earlier, as they are asked for.
+    async with running(App(connection=pool), heartbeat_every=60, dead_after=600) as worker:
+
+        def is_since(beat: float) -> bool:
+            worker.heartbeat.poke()
+            return worker.heartbeat.beat_at > beat
+
         await until(lambda: worker.state.is_waiting)
-        ((own,),) = await until(lambda: conn.execute(beats).fetchall())
+        ((own,),) = await until(lambda: is_since(0.0) and conn.execute(beats).fetchall())
         is_down = True
         conn.execute("select pg_terminate_backend(%s)", (own,))
         await until(lambda: (own,) not in conn.execute(sessions).fetchall())
         for _ in range(3):
             beat = worker.heartbeat.beat_at
-            await until(lambda beat=beat: worker.heartbeat.beat_at > beat)
+            await until(lambda beat=beat: is_since(beat))
         is_down = False
 
 
