@@ -31,9 +31,9 @@ class WorkerState:
     def __init__(self, max_jobs: int | None) -> None:
         #: The worker's id in the database while it is registered.
         self.id: int | None = None
-        self.is_stopping = False
         #: Whether it was told to stop: by a signal or a thread, of which the loop hears later.
         self.is_told_to_stop = False
+        self.stopping = asyncio.Event()
         self.must_stop_at_once = asyncio.Event()
         #: How many jobs it may still claim.
         self.jobs_left = max_jobs or math.inf
@@ -48,6 +48,11 @@ class WorkerState:
     def tell_to_stop(self) -> None:
         """Let no job be claimed or begin any more. Called anywhere, also by a signal."""
         self.is_told_to_stop = True
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the worker's loop has heard that it is to stop."""
+        return self.stopping.is_set()
 
     def registered(self) -> int:
         """Return the worker's id. Raises WorkerGone if it has none."""
@@ -92,9 +97,10 @@ class WorkerState:
                 timer.cancel()
 
     async def pause(self, seconds: float) -> None:
-        """Sleep, but no longer than until everything must stop at once."""
+        """Sleep, but no longer than until the worker begins to stop, or then must stop at once."""
+        step = self.must_stop_at_once if self.is_stopping else self.stopping
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.must_stop_at_once.wait(), seconds)
+            await asyncio.wait_for(step.wait(), seconds)
 
 
 def _resolve(waiter: asyncio.Future[bool], value: bool) -> None:

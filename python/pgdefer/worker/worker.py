@@ -339,9 +339,8 @@ class Worker:
                 self._starting.reschedule(0)
         if self.state.is_stopping:
             return
-        self.state.is_stopping = True
-        if self.state.id is not None:
-            log.info("stopping, running jobs: %d", len(self.executor.running))
+        self.state.stopping.set()
+        log.info("stopping, running jobs: %d", len(self.executor.running))
         self.executor.recall()
         if self.shutdown_timeout is not None and self._loop is not None:
             self._loop.call_later(self.shutdown_timeout, self.stop_at_once)

@@ -247,9 +247,9 @@ async def test_probes_and_prometheus(app: App, jobs: Jobs) -> None:
         head = "pgdefer_run_seconds_count"
         assert f'{head}{{outcome="succeeded",queue="default",task="good"}} 1.0' in text
         assert f'{head}{{outcome="failed",queue="default",task="bad"}} 2.0' in text
-        worker.state.is_stopping = True
+        worker.state.stopping.set()
         assert (await get(worker, "/readyz"))[0] == 503
-        worker.state.is_stopping = False
+        worker.state.stopping.clear()
     with pytest.raises(
         ValueError, match=r"http must be HOST:PORT, such as 127.0.0.1:9000, not '9'"
     ):

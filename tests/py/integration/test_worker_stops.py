@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 
 from pgdefer import App, Worker, current_job
 from pgdefer.database import connection, sql
+from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.worker.listener import Sleep, SleepListener
 
 from .conftest import Jobs, running, until
@@ -89,6 +91,17 @@ async def test_a_stop_while_the_database_refuses_all(
     said = [record for record in caplog.records if "trying again" in record.message]
     assert len(said) < 50
     conn.execute(f'alter database "{conn.info.dbname}" reset default_transaction_read_only')
+
+
+async def test_a_stop_ends_the_wait_for_a_server_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(GrowingDelay, "next", lambda _: 3600.0)
+    nowhere = App(f"postgresql:///?host={tmp_path}")
+    async with running(nowhere):
+        await until(lambda: "the connection was lost" in caplog.text)
+    assert "stopping, running jobs: 0" in caplog.text
 
 
 @pytest.mark.parametrize("is_busy", [True, False])

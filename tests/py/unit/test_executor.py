@@ -157,7 +157,7 @@ async def test_a_batch_of_which_nothing_is_to_run() -> None:
 
 async def test_what_comes_while_the_worker_stops_goes_back() -> None:
     bench = Bench()
-    bench.state.is_stopping = True
+    bench.state.stopping.set()
     bench.executor.take([bench.claim(1)])
     assert (bench.runner.told, bench.outcomes()) == ([], [(1, "released")])
     assert (bench.slots.free, bench.executor.given_back) == (10, 0)
