@@ -372,16 +372,26 @@ async def test_a_dsn_that_can_not_be_found_for_a_while(
         " and backend_type = 'client backend'"
     )
     with pool:
-        async with running(app, heartbeat_every=0.1, dead_after=60) as worker:
+        # So long may an answer take. They are sent earlier, as they are asked for.
+        async with running(app, heartbeat_every=60, dead_after=600) as worker:
+
+            async def until_beats(condition: Callable[[], object]) -> None:
+                def holds() -> object:
+                    worker.heartbeat.poke()
+                    return condition()
+
+                await until(holds)
+
+            await until(lambda: worker.state.is_waiting)
             # the pool's, and the worker's three
-            await until(lambda: len(conn.execute(f"select {others}").fetchall()) == 4)
+            await until_beats(lambda: len(conn.execute(f"select {others}").fetchall()) == 4)
             is_down = True
             conn.execute(f"select pg_terminate_backend(pid) {others}")
             for said in ("of their own: no answer from", "the connection was lost: no answer from"):
-                await until(lambda said=said: said in caplog.text)
+                await until_beats(lambda said=said: said in caplog.text)
             beat = worker.heartbeat.beat_at
             is_down = False
-            await until(lambda: worker.heartbeat.beat_at > beat)
+            await until_beats(lambda: worker.heartbeat.beat_at > beat)
             conn.execute("select queue.defer('t')")
             await jobs.end()
 
