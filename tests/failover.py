@@ -177,15 +177,15 @@ def refused(connection: Connection, call: str, *parameters: object) -> str:
 class OldWorker:
     """A worker that holds claims, and lives through whatever happens to the server."""
 
-    def __init__(self, connection: Connection, jobs: int = 3) -> None:
+    def __init__(self, connection: Connection) -> None:
         ((self.id,),) = connection.execute(
             "select queue.register_worker('old', '{apart}', '{\"dead_after\": \"1 hour\"}')"
         ).fetchall()
-        defer = "select queue.defer('t', queue => 'apart') from generate_series(1, %s)"
-        connection.execute(defer, [jobs])
-        call = "select id, claim from queue.fetch(%s, '{apart}', %s)"
-        self.pairs: dict[int, int] = dict(connection.execute(call, [self.id, jobs]).fetchall())
-        assert len(self.pairs) == jobs
+        defer = "select queue.defer('t', queue => 'apart') from generate_series(1, 3)"
+        connection.execute(defer)
+        call = "select id, claim from queue.fetch(%s, '{apart}', 3)"
+        self.pairs: dict[int, int] = dict(connection.execute(call, [self.id]).fetchall())
+        assert len(self.pairs) == 3
 
     def is_refused(self, connection: Connection) -> None:
         """Others run its jobs; its reports are refused."""
@@ -251,11 +251,11 @@ class Producer(threading.Thread):
 class Load:
     """A producer and workers in processes, who serve only the queue of its jobs."""
 
-    def __init__(self, dsn: str, folder: Path, workers: int = 2) -> None:
+    def __init__(self, dsn: str, folder: Path) -> None:
         self._dsn, self._folder = dsn, folder
         self.producer = Producer(dsn)
         self._ledger = folder / "ledger"
-        self._logs = [folder / f"log{n}" for n in range(workers)]
+        self._logs = [folder / f"log{n}" for n in range(2)]
         self._workers: list[subprocess.Popen[bytes]] = []
         self._acknowledged: set[int] = set()
 

@@ -404,12 +404,12 @@ class EmbeddedServer:
             raise ServerError(f"{program} failed ({done.returncode}):\n{text}{self._log_end()}")
         return subprocess.CompletedProcess(done.args, done.returncode, text, "")
 
-    def _log_end(self, lines: int = 15) -> str:
+    def _log_end(self) -> str:
         try:
             text = self.log_file.read_text("utf-8", "replace")
         except OSError:
             return ""
-        return f"\nThe end of {self.log_file}:\n" + "\n".join(text.splitlines()[-lines:])
+        return f"\nThe end of {self.log_file}:\n" + "\n".join(text.splitlines()[-15:])
 
     def _make(self) -> None:
         """Run initdb if there is no data; an unfinished initdb leaves nothing behind."""

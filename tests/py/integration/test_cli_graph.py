@@ -35,13 +35,13 @@ def defer(conn: PsycopgConnection, needs: list[list[int]], task: str = "t") -> N
         conn.execute("select queue.defer(%s, needs => %s)", [task, each or None])
 
 
-def random_needs(count: int, seed: int, at_most: int = 3) -> list[list[int]]:
+def random_needs(count: int, seed: int) -> list[list[int]]:
     """Return the needs of each job: one connected graph."""
     dice = random.Random(seed)
     found: list[list[int]] = [[]]
     for id in range(2, count + 1):
         nearby = range(max(1, id - 12), id)
-        found.append(sorted(dice.sample(nearby, min(len(nearby), dice.randint(1, at_most)))))
+        found.append(sorted(dice.sample(nearby, min(len(nearby), dice.randint(1, 3)))))
     return found
 
 
@@ -49,11 +49,11 @@ def edges_of(needs: list[list[int]]) -> Edges:
     return {(need, id) for id, each in enumerate(needs, 1) for need in each}
 
 
-def rows_of(needs: list[list[int]], task: str = "t") -> Iterator[dict[str, Any]]:
+def rows_of(needs: list[list[int]]) -> Iterator[dict[str, Any]]:
     """The rows of queue.graph."""
     for id, each in enumerate(needs, 1):
         for need in each or [None]:  # type: ignore[list-item]
-            yield {"job_id": id, "need_id": need, "depth": 1 - id, "task": task, "state": "ready"}
+            yield {"job_id": id, "need_id": need, "depth": 1 - id, "task": "t", "state": "ready"}
 
 
 def traced(lines: list[str]) -> Edges:

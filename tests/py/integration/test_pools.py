@@ -51,12 +51,10 @@ def pool_of(dsn: str, kind: str = "plain", size: int = 1, **options: Any) -> Ite
 
 
 @contextlib.asynccontextmanager
-async def async_pool_of(
-    dsn: str, kind: str = "plain", size: int = 1, **options: Any
-) -> AsyncIterator[Any]:
+async def async_pool_of(dsn: str, kind: str = "plain", **options: Any) -> AsyncIterator[Any]:
     made = AsyncNullConnectionPool if kind == "null" else AsyncConnectionPool
-    least = 0 if kind == "null" else size
-    options = {"min_size": least, "max_size": size, "open": False, **settings(kind), **options}
+    least = 0 if kind == "null" else 1
+    options = {"min_size": least, "max_size": 1, "open": False, **settings(kind), **options}
     async with made(dsn, **options) as pool:
         yield pool
         stats = pool.get_stats()

@@ -224,11 +224,10 @@ class Judge:
 
 
 class Storm:
-    def __init__(self, dsn: str, seed: int, seconds: float, freeze: float) -> None:
+    def __init__(self, dsn: str, seed: int, seconds: float) -> None:
         self.dsn = dsn
         self.seed = seed
         self.seconds = seconds
-        self.freeze = freeze
         self.ledger = Ledger()
         self.started = time.monotonic()
         self.serials = itertools.count(1)
@@ -267,7 +266,7 @@ class Storm:
             self.ledger.counts["seconds of draining"] = round(time.monotonic() - drained)
             self.is_drained.set()
             for thread in others:
-                thread.join(self.freeze + PATIENCE)
+                thread.join(FREEZE + PATIENCE)
                 if thread.is_alive():
                     self.ledger.fault(f"{thread.name} hangs")
             if not self.ledger.faults:
@@ -602,7 +601,7 @@ class Storm:
 
     def freeze_unread(self, conn: Connection, r: random.Random, n: int) -> None:
         """Send a fetch whose answer exceeds the socket's buffer, and read it late."""
-        while not self.is_over.wait(self.freeze * (0.5 + 2 * r.random())):
+        while not self.is_over.wait(FREEZE * (0.5 + 2 * r.random())):
             with contextlib.closing(self.connect("hand")) as mine:
                 worker = Worker(self, mine, mine, r, [FAT])
                 worker.register(r.choice([DEAD_AFTER, 60]))
@@ -611,7 +610,7 @@ class Storm:
                 query = f"select id, claim, queue, args ->> 'n', args from queue.fetch({worker.id}, '{{{FAT}}}', 10)"
                 pgconn.send_query(query.encode())
                 pgconn.flush()
-                self.is_over.wait(self.freeze)
+                self.is_over.wait(FREEZE)
                 rows = []
                 while True:
                     while pgconn.is_busy():
@@ -646,7 +645,7 @@ class Storm:
 
     def idle(self, conn: Connection, r: random.Random, n: int) -> None:
         """Leave a transaction open after a tick or a fetch."""
-        while not self.is_over.wait(self.freeze * (1 + 2 * r.random())):
+        while not self.is_over.wait(FREEZE * (1 + 2 * r.random())):
             with contextlib.closing(self.connect("hand")) as mine:
                 worker = Worker(self, mine, mine, r, None)
                 worker.register(60)
@@ -660,7 +659,7 @@ class Storm:
                 try:
                     mine.execute("begin")
                     mine.execute(call)
-                    self.is_over.wait(self.freeze)
+                    self.is_over.wait(FREEZE)
                     mine.execute("rollback")
                     worker.deregister()
                 except psycopg.OperationalError:  # the server has ended it
@@ -1009,8 +1008,8 @@ def dump(dsn: str, ledger: Ledger, name: str) -> Path:
     return folder
 
 
-def storm(dsn: str, seed: int, seconds: float, freeze: float = FREEZE) -> None:
-    ledger = Storm(dsn, seed, seconds, freeze).run()
+def storm(dsn: str, seed: int, seconds: float) -> None:
+    ledger = Storm(dsn, seed, seconds).run()
     print(f"seed {seed}: slowest call {ledger.slowest:.2f} s,", dict(ledger.counts))
     if ledger.faults:
         folder = dump(dsn, ledger, str(seed))

@@ -465,8 +465,8 @@ class Machine(RuleBasedStateMachine):
         """Jobs that an open transaction has locked: an operator would wait for it."""
         return {id for client in self.clients for id in client.ended | client.replaced}
 
-    def pick(self, n: int, *, free: bool = True) -> Job | None:
-        jobs = [job for id, job in self.model.jobs.items() if not free or id not in self.touched()]
+    def pick(self, n: int) -> Job | None:
+        jobs = [job for id, job in self.model.jobs.items() if id not in self.touched()]
         return jobs[-1 - n % len(jobs)] if jobs else None
 
     def pick_all(self, ns: list[int]) -> list[Job]:

@@ -7,9 +7,9 @@ import pytest
 from pgdefer.worker.prefetch import AHEAD, FIT, SOON, WAIT, Prefetch
 
 
-def grown(answers: int, slots: int = 20, most: int = 500, seconds: float = 0.0) -> Prefetch:
+def grown(answers: int, most: int = 500, seconds: float = 0.0) -> Prefetch:
     """Return what allows jobs ahead after so many full answers, with jobs that took so long."""
-    prefetch = Prefetch(slots, most)
+    prefetch = Prefetch(20, most)
     prefetch.ended(seconds)
     for _ in range(answers):
         prefetch.answered(100, 100)
