@@ -23,7 +23,7 @@ import pytest
 
 from clusters import Cluster
 from pgdefer.database.embedded import EmbeddedServer, sql_folder
-from support import open_folder
+from support import open_folder, refused
 from workers import wait_for
 
 Connection = psycopg.Connection[Any]
@@ -163,15 +163,6 @@ def folder_of_servers(server: EmbeddedServer) -> Iterator[Path]:
         pytest.skip(f"{server.bin_dir} has no pg_basebackup")
     with open_folder("failover") as folder:
         yield folder
-
-
-def refused(connection: Connection, call: str, *parameters: object) -> str:
-    """Return the SQLSTATE of a refused call."""
-    try:
-        connection.execute(call.encode(), parameters)
-    except psycopg.Error as error:
-        return error.sqlstate or ""
-    return "accepted"
 
 
 class OldWorker:

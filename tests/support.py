@@ -223,6 +223,15 @@ def install(server: EmbeddedServer, database: str, owner: str = "") -> str:
     return "plain"
 
 
+def install_as(connection: psycopg.Connection, form: str) -> None:
+    """Install pgdefer in the form `extension` or `plain`."""
+    if form == "extension":
+        connection.execute("create extension pgdefer")
+        connection.execute("select queue.install()")
+    else:
+        connection.execute((sql_folder() / "pgdefer.sql").read_bytes())
+
+
 def create_database(server: EmbeddedServer, name: str, template: str = "template1") -> None:
     """Copy a database that nobody is connected to."""
     with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
@@ -231,6 +240,15 @@ def create_database(server: EmbeddedServer, name: str, template: str = "template
                 sql.Identifier(name), sql.Identifier(template)
             )
         )
+
+
+def refused(connection: psycopg.Connection, call: str, *parameters: object) -> str:
+    """Return the SQLSTATE of a refused call; `accepted` if it is not refused."""
+    try:
+        connection.execute(call.encode(), parameters)
+    except psycopg.Error as error:
+        return error.sqlstate or ""
+    return "accepted"
 
 
 def output_of(command: list[str], folder: Path, environment: Mapping[str, str]) -> str:

@@ -105,6 +105,20 @@ def blank_dsn(_blank_database: psycopg.Connection[Any]) -> str:
 
 
 @pytest.fixture
+def blank(blank_dsn: str) -> Iterator[psycopg.Connection[Any]]:
+    """An autocommit connection to that database."""
+    with psycopg.connect(blank_dsn, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.fixture(params=["extension", "plain"])
+def form(request: pytest.FixtureRequest, server: EmbeddedServer) -> str:
+    if request.param == "extension" and server.major < 18:
+        pytest.skip("the extension needs extension_control_path, which PostgreSQL 18 brought")
+    return str(request.param)
+
+
+@pytest.fixture
 def dsn(
     _installed_database: psycopg.Connection[Any], request: pytest.FixtureRequest
 ) -> Iterator[str]:

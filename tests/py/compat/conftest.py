@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from pgdefer.database.embedded import EmbeddedServer
 from releases import Releases
 from support import open_folder
 
@@ -21,10 +20,3 @@ def shared_folder() -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def releases(shared_folder: Path) -> Releases:
     return Releases(shared_folder / "releases")
-
-
-@pytest.fixture(params=["extension", "plain"])
-def form(request: pytest.FixtureRequest, server: EmbeddedServer) -> str:
-    if request.param == "extension" and server.major < 18:
-        pytest.skip("the extension needs extension_control_path, which PostgreSQL 18 brought")
-    return str(request.param)

@@ -14,7 +14,7 @@ import pytest
 
 from pgdefer.database.embedded import EmbeddedServer, sql_folder, temporary_server
 from releases import catalog, difference
-from support import ROOT, create_database, open_folder, server_program
+from support import ROOT, create_database, install_as, open_folder, server_program
 
 pytestmark = pytest.mark.long
 
@@ -276,14 +276,6 @@ def grant(connection: psycopg.Connection[Any]) -> None:
     connection.execute("select queue.grant_access('dumped_limited', 'reader', '{a*}')")
 
 
-def install(connection: psycopg.Connection[Any], form: str) -> None:
-    if form == "extension":
-        connection.execute("create extension pgdefer")
-        connection.execute("select queue.install()")
-    else:
-        connection.execute((sql_folder() / "pgdefer.sql").read_bytes())
-
-
 def run(command: list[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
@@ -329,7 +321,7 @@ def test_round_trip(
 ) -> None:
     make_roles(server)
     with psycopg.connect(blank_dsn, autocommit=True) as connection:
-        install(connection, form)
+        install_as(connection, form)
         grant(connection)
         fill(connection)
         before = look(connection)
@@ -350,7 +342,7 @@ def test_round_trip(
 
 def test_without_data(server: EmbeddedServer, blank_dsn: str, form: str) -> None:
     with psycopg.connect(blank_dsn, autocommit=True) as connection:
-        install(connection, form)
+        install_as(connection, form)
         connection.execute("select queue.defer('t')")
     dump, psql = (server_program(server, name) for name in ("pg_dump", "psql"))
     if dump is None or psql is None:
@@ -413,7 +405,7 @@ def test_into_a_later_version(
     source = f"source_{METHODS.index(method)}"
     create_database(older, source)
     with psycopg.connect(older.dsn(source), autocommit=True) as connection:
-        install(connection, "plain")
+        install_as(connection, "plain")
         grant(connection)
         fill(connection)
         before = look(connection)
@@ -504,7 +496,7 @@ def test_pg_upgrade(server: EmbeddedServer, from_: str, scratch: Path) -> None:
                 skip_if_unknown(connection, later)
             for role in ROLES:
                 connection.execute(f"create role {role}".encode())
-            install(connection, form)
+            install_as(connection, form)
             grant(connection)
             fill(connection)
             before = look(connection)

@@ -20,7 +20,7 @@ import pytest
 
 from clusters import Cluster, running
 from pgdefer.database.embedded import EmbeddedServer, sql_folder
-from support import open_folder, server_program
+from support import open_folder, refused, server_program
 
 pytestmark = [pytest.mark.client, pytest.mark.long]
 
@@ -60,14 +60,6 @@ def claim(connection: Connection, worker: int | None = None) -> tuple[int, Pairs
         pairs |= dict(connection.execute(call, [worker, size]).fetchall())
     assert len(pairs) == 21
     return worker, pairs
-
-
-def refused(connection: Connection, call: str, *parameters: int) -> str:
-    try:
-        connection.execute(call.encode(), parameters)
-    except psycopg.Error as error:
-        return error.sqlstate or ""
-    return "accepted"
 
 
 def look_for_the_dead(

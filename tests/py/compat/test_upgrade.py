@@ -32,12 +32,6 @@ LONGEST_DEFER = 1.0
 
 
 @pytest.fixture
-def blank(blank_dsn: str) -> Iterator[psycopg.Connection]:
-    with psycopg.connect(blank_dsn, autocommit=True) as connection:
-        yield connection
-
-
-@pytest.fixture
 def roles(blank: psycopg.Connection) -> Iterator[list[str]]:
     names = [f"upgraded_{kind}" for kind in ("producer", "worker", "operator", "reader", "limited")]
     for name in names:

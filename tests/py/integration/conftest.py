@@ -12,10 +12,12 @@ from typing import Any
 
 import psycopg
 import pytest
+import sqlalchemy as sa
 import typer.testing
 from psycopg.rows import dict_row
 
 from pgdefer import App
+from support import url_of
 from workers import running as running
 from workers import until as until
 from workers import wait_for as wait_for
@@ -24,6 +26,13 @@ from .worker_program import program as program
 
 # A test runs many commands in its process: typer would build all sixty anew for each.
 typer.testing._get_command = functools.cache(typer.testing._get_command)  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def engine(dsn: str) -> Iterator[sa.Engine]:
+    engine = sa.create_engine(url_of(dsn))
+    yield engine
+    engine.dispose()
 
 
 @pytest.fixture

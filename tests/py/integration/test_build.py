@@ -16,11 +16,10 @@ import pytest
 
 import pgdefer.database.embedded
 from pgdefer.database import install as install_module
-from pgdefer.database.embedded import EmbeddedServer, sql_folder
+from pgdefer.database.embedded import EmbeddedServer
 from releases import load_build
-from support import ROOT
+from support import ROOT, install_as
 
-FORMS = ["extension", "plain"]
 DROP_FUNCTIONS = re.findall(
     r"^do \$\$.*?^end \$\$;",
     (ROOT / "docs/installing.md").read_text("utf-8"),
@@ -33,27 +32,6 @@ select p.oid::regprocedure::text, pg_get_functiondef(p.oid), obj_description(p.o
   p.proacl::text
 from pg_proc p where p.pronamespace = 'queue'::regnamespace order by 1
 """
-
-
-@pytest.fixture(params=FORMS)
-def form(request: pytest.FixtureRequest, server: EmbeddedServer) -> str:
-    if request.param == "extension" and server.major < 18:
-        pytest.skip("the extension needs extension_control_path, which PostgreSQL 18 brought")
-    return str(request.param)
-
-
-def install(connection: psycopg.Connection, form: str) -> None:
-    if form == "extension":
-        connection.execute("create extension pgdefer")
-        connection.execute("select queue.install()")
-    else:
-        connection.execute((sql_folder() / "pgdefer.sql").read_bytes())
-
-
-@pytest.fixture
-def blank(blank_dsn: str) -> Iterator[psycopg.Connection]:
-    with psycopg.connect(blank_dsn, autocommit=True) as connection:
-        yield connection
 
 
 @pytest.fixture
@@ -72,9 +50,9 @@ def defer_one(connection: psycopg.Connection) -> None:
 
 
 def test_plain_form_twice_keeps_the_jobs(blank: psycopg.Connection) -> None:
-    install(blank, "plain")
+    install_as(blank, "plain")
     defer_one(blank)
-    install(blank, "plain")
+    install_as(blank, "plain")
     assert blank.execute("select count(*) from queue.job").fetchone() == (1,)
     assert blank.execute("select * from queue.check()").fetchall() == []
 
@@ -84,11 +62,11 @@ def test_dropping_the_extension_keeps_the_jobs(
 ) -> None:
     if server.major < 18:
         pytest.skip("the extension needs extension_control_path, which PostgreSQL 18 brought")
-    install(blank, "extension")
+    install_as(blank, "extension")
     defer_one(blank)
     blank.execute("drop extension pgdefer")
     assert blank.execute("select count(*) from queue.job").fetchone() == (1,)
-    install(blank, "extension")
+    install_as(blank, "extension")
     assert blank.execute("select count(*) from queue.job").fetchone() == (1,)
     assert blank.execute("select * from queue.check()").fetchall() == []
 
@@ -96,17 +74,17 @@ def test_dropping_the_extension_keeps_the_jobs(
 def test_both_forms_make_the_same_code(blank: psycopg.Connection, server: EmbeddedServer) -> None:
     if server.major < 18:
         pytest.skip("the extension needs extension_control_path, which PostgreSQL 18 brought")
-    install(blank, "extension")
+    install_as(blank, "extension")
     extension = blank.execute(CODE).fetchall()
     blank.execute("drop extension pgdefer")
     blank.execute("drop schema queue cascade")
-    install(blank, "plain")
+    install_as(blank, "plain")
     assert blank.execute(CODE).fetchall() == extension
 
 
 def test_no_superuser_is_needed(blank: psycopg.Connection, owner: str, form: str) -> None:
     blank.execute(f"set role {owner}")
-    install(blank, form)
+    install_as(blank, form)
     defer_one(blank)
     assert blank.execute("select * from queue.check()").fetchall() == []
     owners = blank.execute(
@@ -121,11 +99,11 @@ def test_a_schema_of_another_role_is_refused(
 ) -> None:
     blank.execute(f"create schema queue authorization {owner}")
     with pytest.raises(psycopg.errors.InsufficientPrivilege, match="belongs to another role"):
-        install(blank, form)
+        install_as(blank, form)
     blank.execute("rollback")
     assert blank.execute(CODE).fetchall() == []
     blank.execute(f"set role {owner}")
-    install(blank, form)
+    install_as(blank, form)
 
 
 @pytest.mark.parametrize("whose", ["PUBLIC", "test_evil"])
@@ -141,7 +119,7 @@ def test_a_schema_that_others_may_create_in_is_refused(
         blank.execute(f"grant usage, create on schema queue to {whose}")
         blank.execute(f"set role {owner}")
         with pytest.raises(psycopg.errors.InsufficientPrivilege, match="others may create") as no:
-            install(blank, form)
+            install_as(blank, form)
         assert no.value.diag.message_detail == f"Roles: {whose}."
         blank.execute("rollback")
         blank.execute("set role test_evil")
@@ -153,12 +131,12 @@ def test_a_schema_that_others_may_create_in_is_refused(
         blank.execute(f"revoke create on schema queue from {whose}")
         blank.execute(f"set role {owner}")
         with pytest.raises(psycopg.errors.InsufficientPrivilege, match="others may create"):
-            install(blank, form)
+            install_as(blank, form)
         blank.execute("rollback")
         blank.execute("reset role")
         blank.execute("drop function queue._allowed_queues(text)")
         blank.execute(f"set role {owner}")
-        install(blank, form)
+        install_as(blank, form)
         assert blank.execute("select * from queue.check()").fetchall() == []
     finally:
         blank.execute("rollback")
@@ -170,10 +148,10 @@ def test_a_schema_that_others_may_create_in_is_refused(
 def test_the_forms_do_not_mix(blank: psycopg.Connection, server: EmbeddedServer) -> None:
     if server.major < 18:
         pytest.skip("the extension needs extension_control_path, which PostgreSQL 18 brought")
-    install(blank, "plain")
+    install_as(blank, "plain")
     defer_one(blank)
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="in the plain form"):
-        install(blank, "extension")
+        install_as(blank, "extension")
     blank.execute("rollback")
     # As docs/installing.md says, also of triggers.
     trigger = "create trigger t after insert on customer execute function queue.defer_trigger('t')"
@@ -183,16 +161,16 @@ def test_the_forms_do_not_mix(blank: psycopg.Connection, server: EmbeddedServer)
         blank.execute(DROP_FUNCTIONS.encode())
     blank.execute("drop trigger t on customer")
     blank.execute(DROP_FUNCTIONS.encode())
-    install(blank, "extension")
+    install_as(blank, "extension")
     blank.execute(trigger.encode())
     blank.execute("drop trigger t on customer")
     assert blank.execute("select count(*) from queue.job").fetchone() == (1,)
     assert blank.execute("select * from queue.check()").fetchall() == []
     with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState, match="as an extension"):
-        install(blank, "plain")
+        install_as(blank, "plain")
     blank.execute("rollback")
     blank.execute("drop extension pgdefer")
-    install(blank, "plain")
+    install_as(blank, "plain")
     assert blank.execute("select count(*) from queue.job").fetchone() == (1,)
 
 
@@ -202,7 +180,7 @@ def test_a_schema_of_ones_group_is_taken(blank: psycopg.Connection, owner: str) 
     blank.execute(f"grant create on database {blank.info.dbname} to test_member")
     try:
         blank.execute("set role test_member")
-        install(blank, "plain")
+        install_as(blank, "plain")
     finally:
         blank.execute("rollback")
         blank.execute("reset role")

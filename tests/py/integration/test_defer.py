@@ -321,13 +321,6 @@ def test_threads_and_forks(app: App, conn: Connection) -> None:
 # In the caller's transaction
 
 
-@pytest.fixture
-def engine(dsn: str) -> Iterator[sa.Engine]:
-    engine = sa.create_engine(url_of(dsn))
-    yield engine
-    engine.dispose()
-
-
 @pytest.fixture(params=["own", "caller's"])
 def anywhere(request: pytest.FixtureRequest, dsn: str) -> Iterator[App]:
     """An app with a database of its own to register tasks in, or only the caller's."""

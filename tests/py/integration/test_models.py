@@ -36,13 +36,6 @@ MODELS: list[type[Base]] = [mapper.class_ for mapper in Base.registry.mappers]
 
 
 @pytest.fixture
-def engine(dsn: str) -> Iterator[sa.Engine]:
-    engine = sa.create_engine(url_of(dsn))
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture
 def session(engine: sa.Engine) -> Iterator[orm.Session]:
     with orm.Session(engine) as session:
         yield session
