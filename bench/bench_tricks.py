@@ -3,7 +3,7 @@
 
     bench/bench_tricks.py [--only TEXT]
 
-Each trick of docs/adr/0008-rooms.md is undone in a copy of build/pgdefer.sql by replacing text, and
+Each trick of docs/adr/0008-sql-folders.md is undone in a copy of build/pgdefer.sql by replacing text, and
 the same calls are counted on it as on the build (bench_instructions.py). Needs valgrind.
 """
 

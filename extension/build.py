@@ -299,7 +299,7 @@ def steps(source: Path, number: str) -> list[Step]:
 
 
 def manifest(source: Path) -> list[str]:
-    """Return the manifest's entries in order: `room/topic.sql`, those of tables/ together."""
+    """Return the manifest's entries in order: `folder/topic.sql`, those of tables/ together."""
     path = source / "manifest"
     if not path.exists():
         raise BuildError(f"{path} is missing")

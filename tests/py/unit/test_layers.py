@@ -68,7 +68,6 @@ LAYERS = [
     app
     pgdefer
     models alembic cli
-    contrib
     """.strip().splitlines()
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
@@ -85,7 +84,7 @@ MODULES = {
 }
 
 
-def room(module: str) -> str | None:
+def layer_of(module: str) -> str | None:
     """Return the layer of a module; None for a package that has only a docstring."""
     name = module.removeprefix("pgdefer").removeprefix(".") or "pgdefer"
     first = name.partition(".")[0]
@@ -115,9 +114,9 @@ def test_imports_go_one_way() -> None:
     upwards = [
         f"{module} imports {other}"
         for module in MODULES
-        if (mine := room(module)) is not None
+        if (mine := layer_of(module)) is not None
         for other in imports(module)
-        if (theirs := room(other)) not in (None, mine) and LAYER[theirs] >= LAYER[mine]
+        if (theirs := layer_of(other)) not in (None, mine) and LAYER[theirs] >= LAYER[mine]
     ]
     assert upwards == []
 
@@ -131,8 +130,8 @@ def test_no_modules_import_each_other_in_a_cycle() -> None:
 
 
 def test_every_module_has_its_layer() -> None:
-    rooms = {name for module in MODULES if (name := room(module)) is not None}
-    assert rooms | set(EXTRAS) == LAYER.keys()
+    layers = {name for module in MODULES if (name := layer_of(module)) is not None}
+    assert layers | set(EXTRAS) == LAYER.keys()
 
 
 @pytest.mark.parametrize("extra", EXTRAS)
