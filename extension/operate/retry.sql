@@ -102,7 +102,8 @@ language plpgsql volatile parallel unsafe security invoker rows 10 as $$
 declare
   v_before jsonb;
   v_job record;
-  v_at constant timestamptz := queue._retry_time(p_changes);
+  v_at constant timestamptz := coalesce(queue._timestamp('retry_at', p_changes -> 'retry_at'),
+    clock_timestamp() + queue._interval('retry_in', p_changes -> 'retry_in'));  -- NULL: at once
   v_change constant jsonb := nullif(p_changes - '{retry_at,retry_in}'::text[], '{}');
   v_done bigint[] := '{}'::bigint[];
   v_back bigint[] := '{}'::bigint[];
@@ -171,14 +172,6 @@ begin
   perform queue._announce();
   perform queue._audit_jobs(p_call, p_args, v_done, v_before, v_change ->> 'queue');
   return query select r.id, r.outcome, r.error from queue._change_results(p_ids, v_done, v_unkeyed) r;
-end $$;
-
--- The time of a retry by its changes; NULL: at once.
-create or replace function queue._retry_time(p_changes jsonb)
-returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  return coalesce(queue._timestamp('retry_at', p_changes -> 'retry_at'),
-    clock_timestamp() + queue._interval('retry_in', p_changes -> 'retry_in'));
 end $$;
 
 -- Ends the claim of a running job that is to run again, and tells its worker; false: another session is
