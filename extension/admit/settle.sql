@@ -131,7 +131,9 @@ begin
         p_changed => v_ended.needed);
   end if;
   if v_ended.recheck is not null then
-    perform queue._recheck_needs(v_ended.recheck);
+    perform queue._mark_needed(v_ended.recheck);
+    perform queue._advance(p_changed => v_ended.recheck);
+    perform queue._propagate_deadline(queue._dependents(v_ended.recheck));
   end if;
   if v_ended.readmit is not null then
     perform queue._readmit(v_ended.readmit);
@@ -182,16 +184,6 @@ begin
   where aj.id = any (p_ids) and aj.claim is null;
   -- jobs that have left queue.active_job since may also keep the turn from an older job
   perform queue._advance(p_arrived => v_taken.ids, p_keys => v_taken.keys, p_locks => queue._locks_of(p_ids));
-end $$;
-
--- Rechecks: sets marks again, checks the dependents of ended jobs, and passes deadlines on.
--- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
-create or replace function queue._recheck_needs(p_ids bigint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  perform queue._mark_needed(p_ids);
-  perform queue._advance(p_changed => p_ids);
-  perform queue._propagate_deadline(queue._dependents(p_ids));
 end $$;
 
 -- Reads new pending settlements by the same snapshots as the log.
