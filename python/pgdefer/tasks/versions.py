@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pgdefer.codec import VERSION, unwrap
 from pgdefer.errors import DecodeError
 
-__all__ = ["UpgradeT", "Versions", "version_of"]
+__all__ = ["UpgradeT", "Versions"]
 
 Upgrade = Callable[[dict[str, Any], int], Mapping[str, Any]]
 UpgradeT = TypeVar("UpgradeT", bound=Upgrade)
@@ -46,13 +46,13 @@ class Versions:
 
         Malformed versions may: the job then fails.
         """
-        version = version_of(stored)
+        version = _version_of(stored)
         return version is None or self.oldest <= version <= self.latest
 
     def not_understood(self, stored: str) -> str:
         """Return why a job may not run here, for the log."""
         known = f"{self.oldest} to {self.latest}" if self.oldest < self.latest else self.latest
-        return f"its arguments have version {version_of(stored)}, known here is {known}"
+        return f"its arguments have version {_version_of(stored)}, known here is {known}"
 
     def upgraded(self, args: dict[str, Any]) -> dict[str, Any]:
         """Return decoded arguments in the latest version. Raises DecodeError."""
@@ -75,7 +75,7 @@ class Versions:
         return dict(upgraded)
 
 
-def version_of(stored: str) -> int | None:
+def _version_of(stored: str) -> int | None:
     """Return the version of stored arguments; None if it is malformed."""
     if VERSION not in stored:
         return 1

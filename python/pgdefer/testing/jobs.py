@@ -25,7 +25,6 @@ __all__ = [
     "arguments",
     "deferred_job",
     "found",
-    "is_of",
 ]
 
 
@@ -138,7 +137,7 @@ def arguments(
     return bound
 
 
-def is_of(job: Deferred, expected: Mapping[str, Any]) -> bool:
+def _is_of(job: Deferred, expected: Mapping[str, Any]) -> bool:
     """Whether a job has these arguments, and perhaps others."""
     args = job.args
     return all(name in args and args[name] == value for name, value in expected.items())
@@ -146,4 +145,4 @@ def is_of(job: Deferred, expected: Mapping[str, Any]) -> bool:
 
 def found(jobs: Iterable[J], task: Task[..., Any] | str, expected: Mapping[str, Any]) -> list[J]:
     """Return the jobs of a task with these arguments."""
-    return [job for job in jobs if job.task == task_name(task) and is_of(job, expected)]
+    return [job for job in jobs if job.task == task_name(task) and _is_of(job, expected)]
