@@ -7,9 +7,7 @@ select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \
 create function pg_temp.defer(lock text, mode text, more jsonb default '{}', needs bigint[] default null) returns bigint language sql as $$
   select queue.defer('t', lock => defer.lock, needs => defer.needs, options => more || case when mode is null then '{}' else jsonb_build_object('lock_mode', mode) end)
 $$;
-create function pg_temp.claim(job bigint) returns bigint language sql as $$
-  select f.claim from queue.fetch((select max(w.id) from queue.workers w), options => jsonb_build_object('ids', array[job])) f
-$$;
+\ir ../work/claim.helpers.psql
 -- What becomes of a job that waits for another one.
 create function pg_temp.refusal(statement text, variadic ids bigint[]) returns text language plpgsql as $$
 declare

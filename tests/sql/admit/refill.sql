@@ -2,7 +2,7 @@
 
 select plan(73);
 
-\ir ../admit/gates.helpers.psql
+\ir gates.helpers.psql
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 -- a key's limit, used, ready and waiting
 create function pg_temp.counts(key text) returns text language plpgsql as $$

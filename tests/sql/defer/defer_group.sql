@@ -12,23 +12,13 @@ begin
   end loop;
 end $$;
 
-create function pg_temp.states() returns text language plpgsql as $$
-begin
-  perform from queue.tick();
-  return (select string_agg(j.task || ':' || j.state, ' ' order by j.id) from queue.jobs j);
-end $$;
-create function pg_temp.id(task text) returns bigint language sql as $$
-  select j.id from queue.jobs j where j.task = id.task
-$$;
+\ir ../admit/needs.helpers.psql
+
 -- The graph with tasks as ids: "depth task>need:state ...".
 create function pg_temp.graph(task text) returns text language sql as $$
   select string_agg(g.depth || ' ' || coalesce(g.task, '?') || case when g.need_id is null then '' else '>' || coalesce(n.task, '?') end || ':' || g.state, ', ' order by g.depth, g.job_id, g.need_id)
   from queue.graph(pg_temp.id(graph.task)) g left join queue.jobs n on n.id = g.need_id
 $$;
-create procedure pg_temp.clear() language plpgsql as $$
-begin
-  perform queue.delete(array_agg(j.id), true) from (select j.id, row_number() over (order by j.id) / 1000 as n from queue.jobs j) j group by j.n;
-end $$;
 
 -- defer_group
 select then_id, ids from queue.defer_group('[{"task": "a"}, {"task": "b", "args": {"x": 1}, "priority": 3}, {"task": "c"}]', '{"task": "sum", "args": {"y": 2}}') \gset

@@ -4,9 +4,7 @@ select plan(16);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
-create function pg_temp.claim(job bigint) returns bigint language sql as $$
-  select f.claim from queue.fetch((select max(w.id) from queue.workers w), options => jsonb_build_object('ids', array[job])) f
-$$;
+\ir ../work/claim.helpers.psql
 create function pg_temp.health() returns text language plpgsql as $$
 begin
   perform queue.tick();

@@ -4,10 +4,7 @@ select plan(114);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
-create function pg_temp.job(id bigint) returns text language sql as $$
-  select concat_ws(' ', j.state, j.reason, j.attempts, j.failures, j.crashes, j.claims) from queue.jobs j where j.id = job.id
-$$;
-
+\ir ../work/workers.helpers.psql
 \ir retry.helpers.psql
 
 -- The result of retry, without its order.

@@ -4,10 +4,7 @@ select plan(19);
 
 select queue.register_worker('w') as worker, queue.register_worker('dead') as dead \gset
 
--- Its last heartbeat was long ago.
-create function pg_temp.kill(worker bigint) returns void language sql as $$
-  update queue.worker w set last_seen_at = w.last_seen_at - interval '1 hour', dead_after = '0' where w.id = kill.worker
-$$;
+\ir workers.helpers.psql
 
 -- A dead worker
 select queue.defer('t') as id \gset

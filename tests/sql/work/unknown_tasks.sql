@@ -2,9 +2,7 @@
 
 select plan(31);
 
-create function pg_temp.job(id bigint) returns text language sql as $$
-  select concat_ws(' ', j.state, j.reason, j.attempts, j.failures, j.crashes, j.claims) from queue.jobs j where j.id = job.id
-$$;
+\ir workers.helpers.psql
 
 -- A worker claims the job and does not know its task: the new state, and the seconds until it is offered again.
 create function pg_temp.unknown(worker bigint) returns text language plpgsql as $$

@@ -4,9 +4,7 @@ select plan(25);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
-create function pg_temp.claim(job bigint) returns bigint language sql as $$
-  select f.claim from queue.fetch((select max(w.id) from queue.workers w), options => jsonb_build_object('ids', array[job])) f
-$$;
+\ir claim.helpers.psql
 
 -- Defers children in a step of a job, as a client does, and ends them.
 create function pg_temp.beget(job bigint, claim bigint, tasks text[]) returns bigint[] language plpgsql as $$
