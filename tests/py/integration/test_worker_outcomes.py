@@ -21,6 +21,20 @@ pytestmark = pytest.mark.client
 
 Connection = psycopg.Connection[Any]
 
+# What stands in place of a result that the database can't store.
+NOTE = {"__pgdefer__": "unencodable", "value": "JSON, which this database can't hold"}
+
+
+@pytest.fixture
+def two_is_unstorable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a character that no database can store into each result that is 2."""
+    real = outcomes.succeeded
+
+    def spoilt(id: int, claim: int, result: str | None = None) -> str:
+        return real(id, claim, '"\\u0000"' if result == "2" else result)
+
+    monkeypatch.setattr(outcomes, "succeeded", spoilt)
+
 
 def refuse_outcomes(conn: Connection, errcode: str, which: str = "true") -> None:
     """Let the server refuse outcomes with an error, until the trigger `refuse` is dropped."""
@@ -36,9 +50,8 @@ def refuse_outcomes(conn: Connection, errcode: str, which: str = "true") -> None
     )
 
 
-async def test_an_outcome_that_cannot_be_stored_spoils_no_other(
-    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("two_is_unstorable")
+async def test_an_outcome_that_cannot_be_stored_spoils_no_other(app: App, jobs: Jobs) -> None:
     @app.task(name="good")
     async def good() -> int:
         return 1
@@ -47,25 +60,19 @@ async def test_an_outcome_that_cannot_be_stored_spoils_no_other(
     async def bad() -> int:
         return 2
 
-    real = outcomes.succeeded
-
-    def spoilt(id: int, claim: int, result: str | None = None) -> str:
-        return real(id, claim, '"\\u0000"' if result == "2" else result)
-
-    monkeypatch.setattr(outcomes, "succeeded", spoilt)
     app.defer_many([(bad if n == 7 else good).prepare() for n in range(20)])
     async with running(app):
         rows = await jobs.end()
-    note = {"__pgdefer__": "unencodable", "value": "JSON, which this database can't hold"}
     ends = {row["task"]: (row["state"], row["result"], row["error"]) for row in rows}
     assert ends == {
         "good": ("succeeded", 1, None),
-        "bad": ("succeeded", note, None),  # its writes remain
+        "bad": ("succeeded", NOTE, None),  # its writes remain
     }
 
 
+@pytest.mark.usefixtures("two_is_unstorable")
 async def test_an_outcome_that_cannot_be_stored_spoils_no_other_at_the_end(
-    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+    app: App, jobs: Jobs
 ) -> None:
     """It does not prevent the worker from deregistering, either."""
     begun = []
@@ -77,12 +84,6 @@ async def test_an_outcome_that_cannot_be_stored_spoils_no_other_at_the_end(
             await asyncio.sleep(60)
         return n
 
-    real = outcomes.succeeded
-
-    def spoilt(id: int, claim: int, result: str | None = None) -> str:
-        return real(id, claim, '"\\u0000"' if result == "2" else result)
-
-    monkeypatch.setattr(outcomes, "succeeded", spoilt)
     task.defer_many([{"n": n} for n in range(1, 4)])
     stopping = asyncio.create_task(Worker(app).run_async())
     await until(lambda: len(begun) == 3)
@@ -90,10 +91,9 @@ async def test_an_outcome_that_cannot_be_stored_spoils_no_other_at_the_end(
     with pytest.raises(asyncio.CancelledError):
         await stopping
     await app.close_async()
-    note = {"__pgdefer__": "unencodable", "value": "JSON, which this database can't hold"}
     assert [(row["state"], row["result"]) for row in jobs()] == [
         ("succeeded", 1),
-        ("succeeded", note),
+        ("succeeded", NOTE),
         ("succeeded", 3),
     ]
 
