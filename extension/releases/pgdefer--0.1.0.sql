@@ -8266,27 +8266,19 @@ end $$;
 -- Tests: work/retention.sql.
 
 -- How long a finished job is kept: by the job, its queue, or the default for succeeded ones; NULL means for
--- ever.
+-- ever. The job's option is one interval, or an object of them by outcome.
 create or replace function queue._retention(p_id bigint, p_default interval default '7 days')
 returns interval language plpgsql stable parallel safe security invoker as $$
-declare
-  v_retain interval;
 begin
-  select coalesce(queue._retain(j.options -> 'retain', f.state), c.retain,
-    case when f.state = 'succeeded' then p_default end) into v_retain
-  from queue.job_now j
-  join queue.finished f on f.id = j.id
-  left join queue.queue_config c on c.queue = j.queue
-  where j.id = p_id;
-  return v_retain;
-end $$;
-
--- The interval of the option retain for a state: the option is one for all, or an object of them by outcome.
-create or replace function queue._retain(p_retain jsonb, p_state text)
-returns interval language plpgsql stable parallel safe security invoker as $$
-begin
-  return (case when jsonb_typeof(p_retain) = 'object' then p_retain ->> p_state
-    else p_retain #>> '{}' end)::interval;
+  return (
+    select coalesce((case jsonb_typeof(o.retain) when 'object' then o.retain ->> f.state
+        else o.retain #>> '{}' end)::interval,
+      c.retain, case when f.state = 'succeeded' then p_default end)
+    from queue.job_now j
+    cross join lateral (select j.options -> 'retain' as retain) o
+    join queue.finished f on f.id = j.id
+    left join queue.queue_config c on c.queue = j.queue
+    where j.id = p_id);
 end $$;
 
 -- admit/dequeue.sql
@@ -11497,7 +11489,9 @@ begin
         p_changed => v_ended.needed);
   end if;
   if v_ended.recheck is not null then
-    perform queue._recheck_needs(v_ended.recheck);
+    perform queue._mark_needed(v_ended.recheck);
+    perform queue._advance(p_changed => v_ended.recheck);
+    perform queue._propagate_deadline(queue._dependents(v_ended.recheck));
   end if;
   if v_ended.readmit is not null then
     perform queue._readmit(v_ended.readmit);
@@ -11548,16 +11542,6 @@ begin
   where aj.id = any (p_ids) and aj.claim is null;
   -- jobs that have left queue.active_job since may also keep the turn from an older job
   perform queue._advance(p_arrived => v_taken.ids, p_keys => v_taken.keys, p_locks => queue._locks_of(p_ids));
-end $$;
-
--- Rechecks: sets marks again, checks the dependents of ended jobs, and passes deadlines on.
--- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
-create or replace function queue._recheck_needs(p_ids bigint[])
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  perform queue._mark_needed(p_ids);
-  perform queue._advance(p_changed => p_ids);
-  perform queue._propagate_deadline(queue._dependents(p_ids));
 end $$;
 
 -- Reads new pending settlements by the same snapshots as the log.
@@ -19808,7 +19792,8 @@ language plpgsql volatile parallel unsafe security invoker rows 10 as $$
 declare
   v_before jsonb;
   v_job record;
-  v_at constant timestamptz := queue._retry_time(p_changes);
+  v_at constant timestamptz := coalesce(queue._timestamp('retry_at', p_changes -> 'retry_at'),
+    clock_timestamp() + queue._interval('retry_in', p_changes -> 'retry_in'));  -- NULL: at once
   v_change constant jsonb := nullif(p_changes - '{retry_at,retry_in}'::text[], '{}');
   v_done bigint[] := '{}'::bigint[];
   v_back bigint[] := '{}'::bigint[];
@@ -19877,14 +19862,6 @@ begin
   perform queue._announce();
   perform queue._audit_jobs(p_call, p_args, v_done, v_before, v_change ->> 'queue');
   return query select r.id, r.outcome, r.error from queue._change_results(p_ids, v_done, v_unkeyed) r;
-end $$;
-
--- The time of a retry by its changes; NULL: at once.
-create or replace function queue._retry_time(p_changes jsonb)
-returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  return coalesce(queue._timestamp('retry_at', p_changes -> 'retry_at'),
-    clock_timestamp() + queue._interval('retry_in', p_changes -> 'retry_in'));
 end $$;
 
 -- Ends the claim of a running job that is to run again, and tells its worker; false: another session is
