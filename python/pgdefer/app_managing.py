@@ -30,11 +30,11 @@ from pgdefer.tasks.infos import (
     GroupInfo,
     HealthCheck,
     JobInfo,
+    LimitInfo,
     LockInfo,
     QueueInfo,
     ScheduleInfo,
     ShareInfo,
-    SlotInfo,
     TaskInfo,
     TaskStats,
     WorkerInfo,
@@ -99,10 +99,10 @@ class Managing(Registry):
         rows = self.client.call(sql.LOCKS, {}, connection)
         return [LockInfo(*row) for row in rows]
 
-    def list_slots(self, *, connection: AnyConnection = OWN) -> list[SlotInfo]:
+    def list_limits(self, *, connection: AnyConnection = OWN) -> list[LimitInfo]:
         """Return the limits, and how much of each is in use."""
         rows = self.client.call(sql.SEMAPHORES, {}, connection)
-        return [SlotInfo(*row) for row in rows]
+        return [LimitInfo(*row) for row in rows]
 
     def list_shares(self, *, connection: AnyConnection = OWN) -> list[ShareInfo]:
         """Return the shares, by queue and priority."""

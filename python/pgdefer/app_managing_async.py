@@ -29,11 +29,11 @@ from pgdefer.tasks.infos import (
     GroupInfo,
     HealthCheck,
     JobInfo,
+    LimitInfo,
     LockInfo,
     QueueInfo,
     ScheduleInfo,
     ShareInfo,
-    SlotInfo,
     TaskInfo,
     TaskStats,
     WorkerInfo,
@@ -98,10 +98,10 @@ class AsyncManaging(Registry):
         rows = await self.client.call_async(sql.LOCKS, {}, connection)
         return [LockInfo(*row) for row in rows]
 
-    async def list_slots_async(self, *, connection: AnyAsyncConnection = OWN) -> list[SlotInfo]:
+    async def list_limits_async(self, *, connection: AnyAsyncConnection = OWN) -> list[LimitInfo]:
         """Return the limits, and how much of each is in use."""
         rows = await self.client.call_async(sql.SEMAPHORES, {}, connection)
-        return [SlotInfo(*row) for row in rows]
+        return [LimitInfo(*row) for row in rows]
 
     async def list_shares_async(self, *, connection: AnyAsyncConnection = OWN) -> list[ShareInfo]:
         """Return the shares, by queue and priority."""

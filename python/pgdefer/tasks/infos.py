@@ -19,11 +19,11 @@ __all__ = [
     "HealthCheck",
     "JobDetails",
     "JobInfo",
+    "LimitInfo",
     "LockInfo",
     "QueueInfo",
     "ScheduleInfo",
     "ShareInfo",
-    "SlotInfo",
     "TaskInfo",
     "TaskStats",
     "WorkerInfo",
@@ -125,7 +125,7 @@ class LockInfo:
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotInfo:
+class LimitInfo:
     """A limit and its usage, as in queue.semaphores."""
 
     kind: str

@@ -213,8 +213,8 @@ def test_rates_and_shares(app: App, run: Run) -> None:
     run("db", "tick")
     (limit,) = run("limit", "ls", "--json").json
     assert (limit["key"], limit["limit"], limit["rate"]) == ("api", None, "5 per 00:01:00")
-    (slot,) = app.list_slots()
-    assert (slot.rate_limit, slot.rate_per) == (5, dt.timedelta(minutes=1))
+    (found,) = app.list_limits()
+    assert (found.rate_limit, found.rate_per) == (5, dt.timedelta(minutes=1))
     rows = run("share", "ls", "--json").json
     assert [(row["share"], row["weight"], row["waiting"]) for row in rows] == [
         ("a", 1.0, 1),

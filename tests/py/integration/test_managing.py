@@ -166,7 +166,7 @@ async def test_keys_and_shares(app: App, conn: Connection, call: Call) -> None:
     await call(app.configure_key, "site:*", {"limit": 2, "rate": rate})
     await call(app.configure_share, "customer", {"weight": 3})
     conn.execute("select queue.tick()")
-    found = {slot.key: slot for slot in await call(app.list_slots)}
+    found = {limit.key: limit for limit in await call(app.list_limits)}
     assert (found["site:a"].limit, found["site:a"].rate_per) == (2, dt.timedelta(minutes=1))
     (share,) = [one for one in await call(app.list_shares) if one.share == "customer"]
     assert share.weight == 3

@@ -56,7 +56,7 @@ async def test_lists(app: App, conn: Connection, jobs: Jobs) -> None:
         ("customer:1", 2),
         ("customer:2", 1),
     ]
-    assert [(slot.key, slot.limit, slot.used) for slot in app.list_slots()] in ([("k", 2, 0)], [])
+    assert [(one.key, one.limit, one.used) for one in app.list_limits()] in ([("k", 2, 0)], [])
     stats = {(row.queue, row.task): row for row in app.stats()}
     assert stats["mail", "t"].ready == 2
     assert stats["default", "bad"].failed_5m == 1
