@@ -91,7 +91,7 @@ left join lateral (
 -- The columns that fetch returns for an unchanged job that starts for the first time. Private.
 create view queue.first_run as
 select j.id, j.task, j.args, j.queue, j.priority, nullif(j.lock, '') as lock, 1 as attempt,
-  nullif(j.scheduled_at, '-infinity') as scheduled_at,
-  j.deadline, (j.options ->> 'timeout')::interval as timeout, j.options -> 'headers' as headers,
+  nullif(j.scheduled_at, '-infinity') as scheduled_at, nullif(j.deadline, 'infinity') as deadline,
+  (j.options ->> 'timeout')::interval as timeout, j.options -> 'headers' as headers,
   (j.options ->> 'parent')::bigint as parent
 from queue.job j;

@@ -1,6 +1,6 @@
 -- Fetching: order, patterns, options, refusals, and plans on a large, skewed table.
 
-select plan(108);
+select plan(109);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 
@@ -38,6 +38,9 @@ select pg_temp.run() \g /dev/null
 select queue.defer_many('[{"task": "e"}, {"task": "c", "deadline": "2998-01-01Z"}, {"task": "f"}, {"task": "b", "deadline": "2997-01-01Z"},
                           {"task": "a", "priority": 1}, {"task": "h", "priority": -1, "deadline": "2001-01-01Z"}, {"task": "d", "deadline": "2998-01-01Z"}, {"task": "g", "deadline": "infinity"}]') \g /dev/null
 select is(pg_temp.run(), 'a b c d e f g h', 'priority, then deadline, then id');
+select queue.defer('t', deadline => 'infinity') from generate_series(1, 3) \g /dev/null
+select results_eq(format('select f.attempt, f.deadline from queue.fetch(%s, null, 3) f', :worker), 'select 1, null::timestamptz from generate_series(1, 3)', 'infinity is no deadline');
+select pg_temp.run() \g /dev/null
 
 -- A job with a deadline comes below the low mark of its lane, from which on jobs are looked for.
 select queue.defer('n', queue => 'marks') \g /dev/null
