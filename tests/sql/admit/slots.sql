@@ -1,6 +1,6 @@
 -- Concurrency: hard limits per key, several keys, discard, max_running, rates.
 
-select plan(69);
+select plan(73);
 
 \ir gates.helpers.psql
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
@@ -225,6 +225,19 @@ select queue.defer('t', queue => 'own', options => '{"concurrency": [{"key": "J"
 select is(pg_temp.claim(queues => '{own}'), null, 'the last slot stays free');
 select pg_temp.finish_all();
 select is(pg_temp.claim(queues => '{own}'), array[:b, :c]::bigint[], 'both run');
+select pg_temp.finish_all();
+
+-- Nor by jobs of a lower priority that were ready before it came.
+select min(d) as low from (select queue.defer('t', queue => 'own', options => '{"concurrency": [{"key": "H", "limit": 3}]}') as d from generate_series(1, 2)) x \gset
+select queue.tick() \g /dev/null
+select queue.defer('t', queue => 'own', priority => 2, options => '{"concurrency": [{"key": "H", "limit": 3}]}') as first,
+  queue.defer('t', queue => 'own', priority => 2, options => '{"concurrency": [{"key": "H", "limit": 3, "weight": 3}]}') as heavy \gset
+select is(pg_temp.claim(queues => '{own}'), array[:first]::bigint[], 'two slots stay free');
+select is_empty('select * from queue.check()', 'sound');
+select pg_temp.finish_all();
+select is(pg_temp.claim(queues => '{own}'), array[:heavy]::bigint[], 'for the heavy one');
+select pg_temp.finish_all();
+select is(pg_temp.claim(queues => '{own}'), array[:low, :low + 1]::bigint[], 'the others run afterwards');
 select pg_temp.finish_all();
 
 select is_empty('select * from queue.check()', 'sound');
