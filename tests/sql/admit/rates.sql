@@ -1,6 +1,6 @@
 -- Rates and weights of concurrency keys, and settings by configure_key.
 
-select plan(206);
+select plan(208);
 
 set pgdefer.notify = off;
 
@@ -88,6 +88,16 @@ select pg_temp.pass('30 minutes');
 select is(pg_temp.claim(), 'heavy', 'it starts first');
 select pg_temp.pass('61 minutes');
 select is(pg_temp.claim(), 'light', 'then the light one');
+select pg_temp.end_all();
+select pg_temp.defer('a', '[{"key": "U2", "weight": 2, "rate": {"limit": 2, "per": "1 hour"}}]') \g /dev/null
+select pg_temp.claim() \g /dev/null
+select pg_temp.defer('before', '[{"key": "U2", "rate": {"limit": 2, "per": "1 hour"}}]', '{"priority": 5}'),
+  pg_temp.defer('heavy', '[{"key": "U2", "weight": 2, "rate": {"limit": 2, "per": "1 hour"}}]', '{"priority": 5}'),
+  pg_temp.defer('light', '[{"key": "U2", "rate": {"limit": 2, "per": "1 hour"}}]') \g /dev/null
+select queue.tick() \g /dev/null
+select pg_temp.pass('61 minutes');
+select is_empty('select * from queue.check()', 'nor is it out of order if one before it waits for the time');
+select is(pg_temp.claim(), 'before', 'which starts alone');
 select pg_temp.end_all();
 
 -- With a limit as well, and a weight that counts in both.
