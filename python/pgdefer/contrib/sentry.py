@@ -20,17 +20,22 @@ from psycopg.conninfo import conninfo_to_dict
 from sentry_sdk.crons import capture_checkin
 from sentry_sdk.integrations.logging import ignore_logger
 
+from pgdefer._text import logger
 from pgdefer.app import App
 from pgdefer.contrib._attach import attach
-from pgdefer.errors import DecodeError
+from pgdefer.errors import DecodeError, describe
 from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.hooks import JobEvent
 from pgdefer.tasks.raised import RetryLater, suspension
 
 __all__ = ["instrument"]
 
+log = logger("pgdefer.worker")
+
 # The header of the time at which a job was deferred, in seconds: Celery's integration has it too.
 DEFERRED_AT = "sentry-task-enqueued-time"
+# Another program may have written a number that is no time, and too large for a float.
+LAST_TIME = 1e12
 
 
 def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
@@ -78,7 +83,7 @@ def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
 def _report(app: App, event: JobEvent) -> None:
     with sentry_sdk.isolation_scope() as scope:
         if _is_tracing():
-            sentry_sdk.continue_trace(_links(_headers_of(event.job)))
+            _continue_trace(_headers_of(event.job))
         _describe(app, scope, event.job)
         scope.set_tag("pgdefer.state", event.state)
         if event.exception is not None:
@@ -107,8 +112,8 @@ def _headers(_task: str) -> Mapping[str, Any]:
 def _transaction(job: JobContext) -> Iterator[None]:
     """Surround a run with a transaction, in the trace of the job."""
     headers = _headers_of(job)
-    transaction = sentry_sdk.continue_trace(
-        _links(headers),
+    transaction = _continue_trace(
+        headers,
         op="queue.process",
         name=job.task,
         source="task",
@@ -128,6 +133,16 @@ def _transaction(job: JobContext) -> Iterator[None]:
         raise
     finally:
         span.__exit__(type(failure) if failure else None, failure, None)
+
+
+def _continue_trace(headers: Mapping[str, Any], **options: Any) -> Any:
+    """Continue the trace of these headers; of those that the SDK can't read, begin another."""
+    try:
+        return sentry_sdk.continue_trace(_links(headers), **options)
+    except Exception as error:
+        # Any producer may have written them: no reason for a run to fail.
+        log.warning("the headers of a job continue no trace: %s", describe(error))
+        return sentry_sdk.continue_trace({}, **options)
 
 
 def _failure(job: JobContext, error: BaseException) -> BaseException | None:
@@ -159,7 +174,7 @@ def _messaging(job: JobContext, headers: Mapping[str, Any]) -> dict[str, Any]:
         "messaging.message.retry.count": job.attempt - 1,
     }
     deferred_at = headers.get(DEFERRED_AT)
-    if isinstance(deferred_at, int | float) and job.attempt == 1:
+    if isinstance(deferred_at, int | float) and abs(deferred_at) < LAST_TIME and job.attempt == 1:
         if job.scheduled_at is not None:
             deferred_at = max(deferred_at, job.scheduled_at.timestamp())
         latency = max(time.time() - deferred_at, 0) * 1000

@@ -86,6 +86,29 @@ def test_a_run_is_a_transaction_in_the_trace_of_its_job(
     assert runs["adds"]["contexts"]["pgdefer"]["id"] == jobs[0].id
 
 
+def test_headers_that_continue_no_trace_fail_no_run(app: App, init: Callable[..., Sent]) -> None:
+    """Any producer may write them."""
+    transactions, events = init(traces_sample_rate=1.0)
+    sentry.instrument(app)
+
+    @app.task(name="works")
+    def works(*, fails: bool) -> None:
+        if fails:
+            raise ValueError
+
+    parent = "0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-1"
+    for headers in (
+        {"sentry-task-enqueued-time": 10**400},
+        {"sentry-trace": parent, "baggage": "sentry-sample_rate=1e400"},
+    ):
+        for fails in (False, True):
+            works.configure(headers=headers).defer(fails=fails)
+    app.run_worker(drain=True)
+    ends = [one["contexts"]["trace"]["status"] for one in transactions]
+    assert sorted(ends) == ["internal_error", "internal_error", "ok", "ok"]
+    assert [event["exception"]["values"][0]["type"] for event in events] == ["ValueError"] * 2
+
+
 def test_failures_and_sleeps(app: App, init: Callable[..., Sent]) -> None:
     transactions, events = init(traces_sample_rate=1.0)
     sentry.instrument(app)
