@@ -21,6 +21,7 @@ import pytest
 from psycopg.conninfo import make_conninfo
 from psycopg.types.json import Jsonb
 
+from bouncer import PROGRAM, bouncing
 from pgdefer import App
 from pgdefer.contrib.cluster import Cluster, SlotBusy, move_slot, shard_of, sql
 from pgdefer.contrib.cluster.shards import part_of
@@ -422,6 +423,32 @@ def test_a_job_that_another_one_needs_stays(cluster: Cluster, dsns: dict[str, st
     assert done.stays == {part_of(one): f"job {needed.id}: another one needs it"}
     rows(dsns["a"], "select queue.delete(array(select id from queue.jobs where task = 'plain'))")
     assert cluster.move(SLOT, "b").is_done
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="there is no pgbouncer here")
+def test_a_move_leaves_no_setting_to_other_clients_of_pgbouncer(dsns: dict[str, str]) -> None:
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    with bouncing(dsns["a"]) as bouncer:
+        shards = {name: make_conninfo(bouncer.dsn, dbname=f"shard_{name}") for name in NAMES}
+        cluster = Cluster.create(App(pgbouncer=True), shards)
+        cluster.defer("work", {}, shard_key=key)
+        assert cluster.move(SLOT, "b").jobs == 1
+        cluster.close()
+        for name in "ab":
+            assert rows(shards[name], "show lock_timeout") == [("0",)]
+
+
+def test_a_slot_moves_where_transactions_are_serializable_by_default(
+    app: App, dsns: dict[str, str]
+) -> None:
+    for name in NAMES:
+        change = f"alter database shard_{name} set default_transaction_isolation to serializable"
+        rows(dsns[name], change)
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    cluster = Cluster.create(app, dsns)
+    cluster.defer("work", {}, shard_key=key)
+    assert cluster.move(SLOT, "b").jobs == 1
+    cluster.close()
 
 
 def test_no_two_movers(

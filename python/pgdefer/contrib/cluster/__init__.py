@@ -107,7 +107,8 @@ class Cluster(Deferring, AsyncDeferring):
             )
         _must_answer([source, to], wrong)
         self._tell(found, wrong)  # ends moves that are over, as one without its last step
-        done = move(self.map, slot, (source, to), patience=patience, started=started)
+        way = {name: self.app_of(name).source for name in (source, to)}
+        done = move(slot, way, patience=patience, started=started)
         if done.is_done:
             self.refresh(to)
             self._tell(found, wrong)

@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import psycopg
 
 from pgdefer.contrib.cluster import sql
-from pgdefer.contrib.cluster.shards import PARTS, ShardMap
+from pgdefer.contrib.cluster.shards import PARTS
 from pgdefer.database.execute import execute
+from pgdefer.database.source import Source
 from pgdefer.database.sql import Statement
 from pgdefer.errors import PgDeferError
 
@@ -82,7 +84,9 @@ class _Mover:
         return self.once(connection, statement, **parameters)
 
     def once(self, connection: Any, statement: Statement, **parameters: Any) -> Any:
-        return execute(connection, statement, {"slot": self.done.slot, **parameters})
+        with connection.transaction():
+            connection.execute(sql.SET_TIME_LIMITS.psycopg)
+            return execute(connection, statement, {"slot": self.done.slot, **parameters})
 
     def leave(self, target: str, patience: float) -> int:
         """Begin the move, once those who defer for the slot have committed; return its version.
@@ -194,24 +198,17 @@ class _Mover:
         return parts
 
 
-def move(
-    known: ShardMap, slot: int, way: tuple[str, str], *, patience: float, started: bool
-) -> Move:
-    """Move a slot from a shard to another; a move that was interrupted goes on.
+def move(slot: int, way: Mapping[str, Source], *, patience: float, started: bool) -> Move:
+    """Move a slot from a shard to another, of `way`; a move that was interrupted goes on.
 
     Parts that must wait come again, round by round, as long as one of three rounds moves any.
     """
-    source, target = way
-    if source == target:
+    if len(way) < 2:
         return Move(slot)
+    source, target = way
     with contextlib.ExitStack() as stack:
-        here, there = (
-            stack.enter_context(psycopg.connect(known.shards[name], autocommit=True))
-            for name in (source, target)
-        )
+        here, there = (stack.enter_context(shard.connect()) for shard in way.values())
         mover = _Mover(here, there, slot, started)
-        for connection in (here, there):
-            execute(connection, sql.SET_LOCK_TIMEOUT, {})
         source_format = mover.call(here, sql.FORMAT)[0][0]
         coming = {"source": source, "format": source_format}
         version = mover.call(here, sql.MAP)[0][0]["slots"][slot][1] + 1

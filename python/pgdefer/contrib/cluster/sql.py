@@ -21,9 +21,11 @@ LIMIT = Statement("""
 """)
 
 # Moving a slot
-SET_LOCK_TIMEOUT = Statement(
-    "select set_config('lock_timeout', '100ms', false) from queue.version()"
-)
+# For one step: pgbouncer then gives the session to others. A mover that is frozen keeps no locks.
+SET_TIME_LIMITS = Statement("""
+    select set_config('lock_timeout', '100ms', true),
+      set_config('idle_in_transaction_session_timeout', '10s', true)
+""")
 MOVER = Statement("select queue.shard_mover(:slot)")
 LEAVE = Statement("select queue.shard_leave(:slot, :target)")
 LIST = Statement("select queue.shard_list(:slot)")
