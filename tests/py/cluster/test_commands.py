@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import urlencode
 
 import psycopg
 import pytest
-from psycopg.conninfo import make_conninfo
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.types.json import Jsonb
 from typer.testing import CliRunner
 
 from pgdefer.cli._base import Exit
 from pgdefer.contrib.cluster import Cluster
 from pgdefer.contrib.cluster.__main__ import cli
+from pgdefer.database.install import install
+from pgdefer.database.source import DEFAULTS
 
-from .conftest import rows
+from .conftest import NAMES, rows
 
 
 def said(code: int, *arguments: str) -> str:
@@ -26,6 +30,34 @@ def said(code: int, *arguments: str) -> str:
     assert done.exit_code == code, done.output
     assert isinstance(done.exception, SystemExit | None)
     return " ".join(done.output.split())
+
+
+def test_shards_by_the_urls_of_sqlalchemy(dsns: dict[str, str], blank_dsn: str) -> None:
+    install(blank_dsn)
+    urls = {}
+    for name, dsn in {**dsns, "d": blank_dsn}.items():
+        place = conninfo_to_dict(dsn)
+        user, database = place.pop("user"), place.pop("dbname")
+        urls[name] = f"postgresql+psycopg://{user}@/{database}?{urlencode(place)}"
+    said(0, "create", *(f"{name}={urls[name]}" for name in NAMES))
+    a = ["--dsn", urls["a"]]
+    said(0, "add", *a, "d", urls["d"])
+    assert "0 jobs moved" in said(0, "move", *a, "5", "d")
+
+
+def test_a_new_shard_that_is_silent_is_given_up(
+    cluster: Cluster, dsns: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DEFAULTS, "connect_timeout", 2)
+    cluster.refresh()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        silent = make_conninfo("", host="127.0.0.1", port=server.getsockname()[1])
+        timer = threading.Timer(30, server.close)  # so that the test ends, whatever happens
+        timer.start()
+        assert "connection timeout expired" in said(
+            Exit.UNREACHABLE, "add", "--dsn", dsns["a"], "d", silent
+        )
+        timer.cancel()
 
 
 @pytest.mark.usefixtures("cluster")
@@ -42,7 +74,7 @@ def test_mistakes_are_one_line(dsns: dict[str, str], blank_dsn: str, tmp_path: P
         ("there is no slot 5000", Exit.USAGE, ["stay", *a, "5000"]),
         ("there is a shard 'b', and this database is", Exit.USAGE, ["add", *a, "b", dsns["c"]]),
         ("connection is bad", Exit.UNREACHABLE, ["add", *a, "d", "host=/nonexistent"]),
-        ('missing "="', Exit.ERROR, ["add", *a, "d", "nonsense"]),
+        ("the DSN can't be read", Exit.USAGE, ["add", *a, "d", "nonsense"]),
         ('schema "queue" does not exist', Exit.NOT_INSTALLED, ["add", *a, "d", blank_dsn]),
         ('schema "queue" does not exist', Exit.NOT_INSTALLED, ["slots", "--dsn", blank_dsn]),
         ("connection is bad", Exit.UNREACHABLE, ["check", "--dsn", "host=/nonexistent"]),

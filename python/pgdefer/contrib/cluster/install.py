@@ -17,6 +17,7 @@ from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.shards import ShardMap
 from pgdefer.database.embedded import sql_folder
 from pgdefer.database.execute import execute
+from pgdefer.database.source import PsycopgConnection, Source
 from pgdefer.errors import InvalidParameter, NotInstalled
 
 __all__ = ["FILES", "check_are_apart", "folder", "has_map", "install", "self_of"]
@@ -31,9 +32,14 @@ def folder(name: str) -> Path:
     return packed if packed.exists() else built.parent / "extension" / name
 
 
+def _connect(dsn: str) -> PsycopgConnection:
+    """Connect as an app does: a DSN may be SQLAlchemy's, and a silent server is given up."""
+    return psycopg.connect(Source(dsn).conninfo(), autocommit=True)
+
+
 def self_of(dsn: str) -> str | None:
     """Return the name of the shard that a database is; None if it is none."""
-    with psycopg.connect(dsn, autocommit=True) as connection, contextlib.suppress(NotInstalled):
+    with _connect(dsn) as connection, contextlib.suppress(NotInstalled):
         name: str | None = execute(connection, sql.MAP, {})[0][0]["self"]
         return name
     return None
@@ -41,7 +47,7 @@ def self_of(dsn: str) -> str | None:
 
 def has_map(dsn: str) -> bool:
     """Whether a database, which has the functions, has a map."""
-    with psycopg.connect(dsn, autocommit=True) as connection:
+    with _connect(dsn) as connection:
         return bool(execute(connection, sql.MAP, {})[0][0]["slots"])
 
 
@@ -50,7 +56,8 @@ def check_are_apart(shards: Mapping[str, str]) -> None:
     lock = {"key": secrets.randbits(60)}
     with contextlib.ExitStack() as stack:
         for name, dsn in shards.items():
-            connection = stack.enter_context(psycopg.connect(dsn))
+            connection = stack.enter_context(_connect(dsn))
+            stack.enter_context(connection.transaction())
             if not execute(connection, sql.TRY_LOCK, lock)[0][0]:
                 raise InvalidParameter(
                     f"the database of shard {name!r} is that of a shard before it",
@@ -66,7 +73,7 @@ def install(
     known: ShardMap | None = None,
 ) -> None:
     """Add the functions, or replace them; and make the first map, or take over a known one."""
-    with psycopg.connect(dsn, autocommit=True) as connection:
+    with _connect(dsn) as connection:
         for name in FILES:
             connection.execute((folder("cluster") / name).read_bytes())
         if shards is not None:
