@@ -90,6 +90,34 @@ def test_a_move_without_its_last_step_is_followed(
     assert cluster.check() == []
 
 
+def test_empty_parts_that_have_left_arrive_at_once(
+    cluster: Cluster, dsns: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mover died before it brought them: until they arrive, defers for them are refused."""
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    cluster.defer("work", {}, shard_key=key)
+    real = move_slot._Mover.call
+    deaths = [sql.EMPTY_PARTS, sql.ARRIVE_EMPTY, sql.GONE_EMPTY]
+    steps = 0
+
+    def call(mover: Any, connection: Any, statement: Statement, **parameters: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if deaths and statement is deaths[0]:
+            deaths.pop(0)
+            raise KeyboardInterrupt
+        return real(mover, connection, statement, **parameters)
+
+    monkeypatch.setattr(move_slot._Mover, "call", call)
+    while deaths:
+        with pytest.raises(KeyboardInterrupt):
+            cluster.move(SLOT, "b")
+    steps = 0
+    assert cluster.move(SLOT, "b").jobs == 1
+    assert steps < 100
+    assert cluster.check() == []
+
+
 def test_jobs_arrive_whatever_size_the_target_allows(
     cluster: Cluster, dsns: dict[str, str]
 ) -> None:

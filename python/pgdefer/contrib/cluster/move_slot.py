@@ -186,9 +186,9 @@ class _Mover:
         refused_for = time.monotonic() - began
         self.done.longest_refusal = max(self.done.longest_refusal, refused_for)
 
-    def empty_parts(self) -> list[int]:
-        """Move the parts without jobs, and return them."""
-        parts = [row[0] for row in self.call(self.source, sql.LEAVE_EMPTY)]
+    def arrive_empty(self, leaving: Statement) -> list[int]:
+        """Bring parts without jobs to the target, all at once, and return them."""
+        parts = [row[0] for row in self.call(self.source, leaving)]
         if parts:
             carried = self.call(self.source, sql.EMPTY_PARTS, parts=parts)[0][0]
             arrived, receipts = zip(
@@ -218,10 +218,11 @@ def move(slot: int, way: Mapping[str, Source], *, patience: float, started: bool
         mover.call(here, sql.LIST)
         mover.call(there, sql.RECEIVE, version=version, **coming)
         mover.call(here, sql.UNHOLD, part=None)
+        mover.arrive_empty(sql.LEFT_EMPTY)  # one by one, they would refuse defers for long
         states = dict(mover.call(here, sql.PARTS))
         for part in [part for part, state in states.items() if state == "leaving"]:
             mover.arrive(part)
-        empty = mover.empty_parts()
+        empty = mover.arrive_empty(sql.LEAVE_EMPTY)
         left = [part for part in range(PARTS) if part not in {*states, *empty}]
         idle = 0
         while left and idle < 3:

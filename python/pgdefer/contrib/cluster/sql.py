@@ -46,6 +46,11 @@ PART_ARRIVE = Statement(
 )
 PART_GONE = Statement("select queue.shard_part_gone(:slot, :part, cast(:receipt as uuid))")
 LEAVE_EMPTY = Statement("select * from queue.shard_leave_empty(:slot)")
+LEFT_EMPTY = Statement("""
+    select p.part from queue.shard_part p
+    where p.slot = :slot and p.state = 'leaving' and p.is_last and not exists (
+      select from queue.shard_sent s where s.slot = p.slot and s.part = p.part)
+""")
 EMPTY_PARTS = Statement("""
     select cast(jsonb_agg(queue.shard_part_jobs(:slot, p)) as text)
     from unnest(cast(:parts as integer[])) p
