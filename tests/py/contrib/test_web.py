@@ -15,6 +15,7 @@ import pytest
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
+from bouncer import PROGRAM, bouncing
 from pgdefer.contrib import web
 from pgdefer.contrib.web import queries
 from pgdefer.contrib.web.actions import JOB_ACTIONS
@@ -743,6 +744,23 @@ def test_behind_a_proxy_that_names_the_role(dsn: str, conn: Connection, granted:
         form = {"token": token(client.get("/jobs", headers=operator))}
         assert client.post(path, data=form, headers=operator).status_code == 303
     assert state(conn, ids["ready"]) == "held"
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="there is no pgbouncer here")
+def test_behind_pgbouncer_nobody_gets_the_role_of_another(dsn: str, granted: None) -> None:
+    """Nor the settings: its sessions serve one client after another."""
+    with bouncing(dsn) as bouncer:
+        settings = "select current_user, current_setting('statement_timeout')"
+        with (
+            psycopg.connect(bouncer.dsn, autocommit=True, prepare_threshold=None) as other,
+            serving(web.asgi(bouncer.dsn, role_header="x-role")) as site,
+            visitor(site) as client,
+        ):
+            before = other.execute(settings).fetchone()
+            for role in ("page_operator", "page_reader", "page_operator"):
+                page = client.get("/jobs", headers={"x-role": role})
+                assert role in Marks(page.text).text
+                assert other.execute(settings).fetchone() == before
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ Row = dict[str, Any]
 CONNECT_TIMEOUT = 5  # s
 STATEMENT_TIMEOUT = 5_000  # ms
 STALE_AFTER = 2.0  # s; after that a connection is tested before it is used
+# Of each transaction, not of the session: behind pgbouncer others have that next.
 SETTINGS = {
     "statement_timeout": str(STATEMENT_TIMEOUT),
     "lock_timeout": "2000",
@@ -89,6 +90,14 @@ class Database:
     def __init__(self, conninfo: str, pool: Pool, *, role: str | None = None, **login: str) -> None:
         self._pool = pool
         self._role = role
+        settings = {name: f"'{value}'" for name, value in SETTINGS.items()}
+        if role is not None:
+            settings["role"] = "%(role)s"
+        changes = ", ".join(
+            f"pg_catalog.set_config('{name}', {value}, true)" for name, value in settings.items()
+        )
+        begin = f"select pg_catalog.pg_is_in_recovery() as is_standby, {changes}"
+        self._begin = begin.encode()
         #: Whether the server was a standby when it was visited last.
         self.is_standby = False
         self._conninfo = make_conninfo(
@@ -103,7 +112,7 @@ class Database:
             connection.read_only = None if writes else True  # None: as the role's default says
             connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
             with translated(), connection.transaction():
-                row = connection.execute("select pg_is_in_recovery() as is_standby").fetchone()
+                row = connection.execute(self._begin, {"role": self._role}).fetchone()
                 self.is_standby = row is not None and row["is_standby"]
                 yield Reader(connection)
         finally:
@@ -130,23 +139,15 @@ class Database:
 
     def _connect(self) -> Connection:
         try:
-            connection = psycopg.connect(self._conninfo, row_factory=dict_row)
+            connection = psycopg.connect(
+                self._conninfo, row_factory=dict_row, prepare_threshold=None
+            )
         except psycopg.OperationalError as error:
             # libpq's text names hosts
             raise cause_of(error) from None
         # as text: infinity, and years that Python does not support
         for name in ("timestamptz", "interval", "date", "timestamp"):
             connection.adapters.register_loader(name, TextLoader)
-        try:
-            with translated():
-                for name, value in SETTINGS.items():
-                    connection.execute("select set_config(%s, %s, false)", (name, value))
-                if self._role is not None:
-                    connection.execute("select set_config('role', %s, false)", (self._role,))
-                connection.commit()
-        except BaseException:
-            connection.close()
-            raise
         return connection
 
 
