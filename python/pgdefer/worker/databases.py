@@ -30,6 +30,11 @@ class Database:
     dsn: str
     place: tuple[str, ...]
 
+    @property
+    def server(self) -> tuple[str, ...]:
+        """What of its place is the server's."""
+        return self.place[: _PLACE.index("dbname")]
+
     @classmethod
     def of(cls, dsn: str) -> Database:
         """Return the database of a DSN. Raises InvalidParameter, which does not quote the DSN."""

@@ -40,6 +40,7 @@ from pgdefer.worker.listener import Sleep, SleepListener
 from pgdefer.worker.registration import Refused, Registration, raise_fatal
 from pgdefer.worker.slots import Slots
 from pgdefer.worker.state import WorkerState
+from pgdefer.worker.turnstile import Turn
 
 __all__ = ["Fetcher"]
 
@@ -83,9 +84,7 @@ class Fetcher:
         poll_every: float | None,
         stop: Callable[[], None],
         spawn: Callable[[Coroutine[Any, Any, None]], None],
-        turnstile: Callable[
-            [], contextlib.AbstractAsyncContextManager[None]
-        ] = contextlib.nullcontext,
+        turnstile: Turn = contextlib.nullcontext,
     ) -> None:
         self._client = client
         self._state = state

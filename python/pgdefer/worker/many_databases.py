@@ -40,8 +40,8 @@ log = logger("pgdefer.worker")
 
 # How often to look whether the file with the DSNs has changed, in seconds.
 LOOK = 1.0
-# How many workers connect and register at a time.
-STARTS = 8
+# How many workers connect and register at a time: of all databases, and of those of one server.
+STARTS, STARTS_OF_ONE = 64, 8
 # When to try again in a database that refuses the worker: after 1 s, then up to a minute.
 RETRY_FIRST, RETRY_LAST = 1.0, 60.0
 # What only a worker of one database takes.
@@ -170,7 +170,8 @@ class MultiWorker:
                 raise InvalidParameter(f"the list of databases can't be read: {error}") from error
         # Slots limit the threads, too. A handler that goes on when its worker has ended keeps its
         # thread, but no slot.
-        self._shared = Shared(Threads(self._loop), HeartbeatThread(), Turnstile(STARTS))
+        self._shared = Shared(Threads(self._loop), HeartbeatThread())
+        self._turnstile = Turnstile(STARTS, STARTS_OF_ONE)
         with contextlib.ExitStack() as stack:
             if not self._client.source.is_chosen:
                 stack.enter_context(self._refused_elsewhere())
@@ -357,6 +358,7 @@ class MultiWorker:
         slots.on_turn, slots.on_rest = worker.state.hint, worker.rest
         worker.slots = [slots]
         worker.concurrency, worker.shared = slots.size, self._shared
+        worker.turnstile = functools.partial(self._turnstile.entered, served.database.server)
         served.worker = worker
         return worker
 

@@ -7,39 +7,51 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Hashable
 
-__all__ = ["Turnstile"]
+__all__ = ["Turn", "Turnstile"]
+
+Turn = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 
 # Who takes longer than this, in seconds, no longer keeps others waiting.
 PATIENCE = 1.0
 
 
 class Turnstile:
-    """Lets `most` at a time into a block, apart from those that have been in it for a second.
+    """Lets `most` at a time into a block, and `of_one` of those who go to the same server.
 
-    A server that many workers reach at once answers all of them late; one that does not answer
-    keeps nobody waiting for long.
+    A server that many workers reach at once answers all of them late. Those that have been in it
+    for a second don't count, so that one that does not answer keeps nobody waiting for long, and
+    those of other servers hardly at all.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, of_one: int) -> None:
         self._turns = asyncio.Semaphore(most)
+        self._of_one = of_one
+        self._of_servers: dict[Hashable, asyncio.Semaphore] = {}
 
     @contextlib.asynccontextmanager
-    async def entered(self) -> AsyncIterator[None]:
+    async def entered(self, server: Hashable) -> AsyncIterator[None]:
         """Wait for a turn."""
-        await self._turns.acquire()
-        is_held = True
-
-        def release() -> None:
-            nonlocal is_held
-            if is_held:
-                is_held = False
-                self._turns.release()
-
-        timer = asyncio.get_running_loop().call_later(PATIENCE, release)
-        try:
+        own = self._of_servers.setdefault(server, asyncio.Semaphore(self._of_one))
+        async with _turn_of(own), _turn_of(self._turns):
             yield
-        finally:
-            timer.cancel()
-            release()
+
+
+@contextlib.asynccontextmanager
+async def _turn_of(turns: asyncio.Semaphore) -> AsyncIterator[None]:
+    await turns.acquire()
+    is_held = True
+
+    def release() -> None:
+        nonlocal is_held
+        if is_held:
+            is_held = False
+            turns.release()
+
+    timer = asyncio.get_running_loop().call_later(PATIENCE, release)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        release()

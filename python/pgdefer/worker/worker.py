@@ -48,7 +48,7 @@ from pgdefer.worker.slots import parse_slots
 from pgdefer.worker.state import GRACE, WorkerState, check_may_run
 from pgdefer.worker.supervisor import SupervisorChannel
 from pgdefer.worker.threads import Threads
-from pgdefer.worker.turnstile import Turnstile
+from pgdefer.worker.turnstile import Turn
 from pgdefer.worker.uncancelled import to_the_end
 from pgdefer.worker.unix_signals import run_until_signal, signals
 
@@ -63,7 +63,6 @@ class Shared:
 
     threads: Threads
     heartbeats: HeartbeatThread
-    turnstile: Turnstile
     # The process's memory, and when it was read: 200 heartbeats need not read it 20 times a second.
     _memory: int | None = None
     _read_at: float = -math.inf
@@ -126,6 +125,8 @@ class Worker:
         #: What it shares with workers of other databases. Then it has one connection, and keeps
         #: none for handlers for long.
         self.shared: Shared | None = None
+        # Passed to connect, where others connect as well.
+        self.turnstile: Turn = contextlib.nullcontext
         self.state = WorkerState(options.get("max_jobs"))
         self._announcer = Announcer(app.hooks, app.meters)
         self.completer = Completer(self._announcer)
@@ -290,7 +291,7 @@ class Worker:
             poll_every=self.poll_every,
             stop=self.stop,
             spawn=self._spawn,
-            turnstile=contextlib.nullcontext if shared is None else shared.turnstile.entered,
+            turnstile=self.turnstile,
         )
         kept = 1 if shared else self.concurrency
         self._pool = SyncPool(source, kept)

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +29,7 @@ from pgdefer.cli import Exit
 from pgdefer.database.connection import ConnectionLost
 from pgdefer.database.embedded import EmbeddedServer
 from pgdefer.database.sql import FETCH, Statement
+from pgdefer.worker import turnstile
 from pgdefer.worker.heartbeat import Heartbeat
 from pgdefer.worker.listener import OnlyConnection
 from pgdefer.worker.shared_slots import DatabaseSlots, SharedSlots
@@ -430,6 +432,22 @@ async def test_databases_that_cannot_be_served(
     assert "secret" not in said
     with pytest.raises(PgDeferError, match=r"1 databases could not be drained: .*/tenant_missing"):
         await MultiWorker(app, [missing, dsns[0]], drain=True).run_async()
+
+
+async def test_a_silent_server_keeps_no_other_waiting(
+    dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turnstile, "PATIENCE", 600)
+    with socket.create_server(("127.0.0.1", 0), backlog=100) as silent:
+        port = silent.getsockname()[1]
+        lost = [
+            make_conninfo("connect_timeout=600", host="127.0.0.1", port=port, dbname=f"lost_{n}")
+            for n in range(60)
+        ]
+        async with working(App(), [*lost, dsns[0]]) as worker:
+            await registered_some(worker, dsns[0])
+            worker.stop()
+            silent.close()
 
 
 async def registered_some(worker: MultiWorker, dsn: str) -> None:
