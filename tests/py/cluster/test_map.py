@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
@@ -306,6 +308,23 @@ def elsewhere(server: EmbeddedServer, cluster: Cluster) -> Iterator[str]:
             yield make_conninfo(server.dsn("shard_a_copy"))
         finally:
             connection.execute(sql_of.SQL("drop database {} with (force)").format(database))
+
+
+def test_threads_share_the_app_of_a_shard(
+    cluster: Cluster, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that one thread has deferred is in the shard that another one sees."""
+    real = app.bind
+
+    def bind(dsn: str) -> App:
+        time.sleep(0.2)
+        return real(dsn)
+
+    monkeypatch.setattr(app, "bind", bind)
+    cluster.refresh()
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: cluster.app_of("a"), range(4)))
+    assert len(found) == 1
 
 
 async def test_a_program_follows_a_shard_to_its_new_dsn(

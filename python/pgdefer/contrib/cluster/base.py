@@ -6,6 +6,7 @@ Tests: cluster/test_map.py.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -32,19 +33,21 @@ class ClusterBase:
         self._seeds = [app.bind(dsn) for dsn in dsns]
         self._apps: dict[str, App] = {}
         self._bound_to: dict[str, str] = {}
+        self._lock = threading.Lock()  # of both: threads must not bind a shard twice
 
     def app_of(self, shard: str) -> App:
         """Return the app bound to a shard. Raises LookupError if the map does not know it.
 
         If the shard's DSN has changed, the app and its jobs follow it.
         """
-        dsn = self.map.shards[shard]
-        if shard not in self._apps:
-            self._apps[shard] = self.app.bind(dsn)
-        elif self._bound_to[shard] != dsn:
-            self._apps[shard].client.move(dsn)
-        self._bound_to[shard] = dsn
-        return self._apps[shard]
+        with self._lock:
+            dsn = self.map.shards[shard]
+            if shard not in self._apps:
+                self._apps[shard] = self.app.bind(dsn)
+            elif self._bound_to[shard] != dsn:
+                self._apps[shard].client.move(dsn)
+            self._bound_to[shard] = dsn
+            return self._apps[shard]
 
     def apps(self) -> Iterator[App]:
         """Return the bound apps of all shards that are known, and those of the given DSNs."""
