@@ -34,6 +34,8 @@ log = logger("pgdefer.worker")
 
 # The header of the time at which a job was deferred, in seconds: Celery's integration has it too.
 DEFERRED_AT = "sentry-task-enqueued-time"
+# What of a DSN says which database it is.
+PLACE = ("service", "host", "hostaddr", "port", "dbname")
 # Another program may have written a number that is no time, and too large for a float.
 LAST_TIME = 1e12
 
@@ -184,7 +186,9 @@ def _messaging(job: JobContext, headers: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_in(job: JobContext, status: str) -> None:
     """Tell the monitor of a job's task about the job: it is one check-in, in whatever process."""
-    database = conninfo_to_dict(job.dsn).get("dbname")
+    # Databases of one name, as tenants' or shards' on servers of their own, begin at the same id.
+    named = conninfo_to_dict(job.dsn)
+    database = " ".join(str(named[part]) for part in PLACE if named.get(part))
     name = f"{database} {job.id} {job.scheduled_for}"
     monitor = re.sub(r"[^\w-]+", "-", job.task)[:50]
     capture_checkin(monitor, uuid.uuid5(uuid.NAMESPACE_OID, name).hex, status)

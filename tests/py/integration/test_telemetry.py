@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import datetime as dt
 import socket
+import types
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -486,3 +487,15 @@ async def test_sentry_monitors_jobs_whatever_their_runs(
         assert set(opened) == {"in_progress"}
         assert task == "bad" or len(opened) > 1
     assert len({id for _, id, _ in sent}) == len(tasks)
+
+
+def test_sentry_tells_databases_of_one_name_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first nightly jobs of two tenants have the same id, task and time."""
+    ids: list[str] = []
+    monkeypatch.setattr(sentry, "capture_checkin", lambda _, id, status: ids.append(id))
+    for host in ("one", "two", "one"):
+        job: Any = types.SimpleNamespace(
+            dsn=f"host={host} dbname=shop", id=1, scheduled_for="2030-01-31", task="nightly"
+        )
+        sentry._check_in(job, "ok")
+    assert ids[0] == ids[2] != ids[1]
