@@ -897,8 +897,8 @@ left join lateral (
 -- The columns that fetch returns for an unchanged job that starts for the first time. Private.
 create view queue.first_run as
 select j.id, j.task, j.args, j.queue, j.priority, nullif(j.lock, '') as lock, 1 as attempt,
-  nullif(j.scheduled_at, '-infinity') as scheduled_at,
-  j.deadline, (j.options ->> 'timeout')::interval as timeout, j.options -> 'headers' as headers,
+  nullif(j.scheduled_at, '-infinity') as scheduled_at, nullif(j.deadline, 'infinity') as deadline,
+  (j.options ->> 'timeout')::interval as timeout, j.options -> 'headers' as headers,
   (j.options ->> 'parent')::bigint as parent
 from queue.job j;
 
@@ -16113,7 +16113,8 @@ begin
       limit case when v_left = '{}' then v_take else 100 * v_take::bigint end);
     exit when v_ids = '{}';
     select c.won, c.rest, c.full_queues into v_round
-    from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits) c;
+    from queue._claim_ids(p_worker, v_ids, p_n - cardinality(v_won), p_limits,
+      num_nonnulls(p_tasks, p_before) = 0) c;
     v_won := v_won || v_round.won;
     v_left := v_left || v_round.rest;
     v_full := v_full || v_round.full_queues;
@@ -16129,12 +16130,13 @@ begin
 end $$;
 
 -- Claims those of p_ids, at most p_n, that limits allow to start. Ready jobs that meet a full key go to wait;
--- rest: jobs that stay where they are; full_queues: queues whose own limits allow no more starts.
--- Locks: as _claim_limited.
+-- rest: jobs that stay where they are; full_queues: queues whose own limits allow no more starts. p_in_order:
+-- a job that became ready in another lane than a more urgent heavy one (_heavy_waiting) goes to wait as well.
+-- Locks: as _claim_limited. Why no wake-up is lost: the heavy one gives the key to _refill.
 -- With a function of its own for the loop, 50 jobs with a key take 0.3 % more instructions.
 -- In one piece: the loop shares its arrays, so that function would take 19 arguments and return 16.
 create or replace function queue._claim_ids(
-  p_worker bigint, p_ids bigint[], p_n integer, p_limits jsonb,
+  p_worker bigint, p_ids bigint[], p_n integer, p_limits jsonb, p_in_order boolean default false,
   out won bigint[], out rest bigint[], out full_queues text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -16152,6 +16154,7 @@ declare
   v_first integer;
   v_key integer;
   v_shut integer;
+  v_behind integer[] := '{}'::integer[];      -- entries of v_keys.ns whose job a heavy one comes before
   v_taken integer[];
   v_counted bigint[] := '{}'::bigint[];       -- jobs that count in max_running
   v_started bigint[];
@@ -16217,6 +16220,13 @@ begin
         select s.slots, s.used, s.rate_limit, s.rate_per from queue.semaphore s where s.key = x.key
         order by s.tick desc limit 1) s on x.is_first) x;
     v_taken := array_fill(0, array[cardinality(v_keys.keys)]);
+    if p_in_order then
+      v_behind := array(
+        select u.n::integer from queue._heavy_waiting(v_keys.keys) h
+        cross join unnest(v_keys.ns, v_keys.nos) with ordinality u (job, key, n)
+        join queue.lane l on l.lane = v_jobs.lanes[u.job]
+        where h.key = v_keys.keys[u.key] and h.queue = l.queue and h.priority > l.priority);
+    end if;
   end if;
   for n in 1 .. cardinality(v_jobs.ids) loop
     exit when cardinality(won) >= p_n;
@@ -16226,9 +16236,9 @@ begin
     if v_jobs.flags[n] & 6/* slots */ <> 0 then
       while v_keys.ns[v_row] = n loop
         v_key := v_keys.nos[v_row];
-        if v_shut is null and v_taken[v_key]
+        if v_shut is null and (v_row = any (v_behind) or v_taken[v_key]
           > least(v_keys.free[v_key] - least(v_keys.weights[v_row], v_keys.slots[v_key]),
-            v_keys.rate_room[v_key] - least(v_keys.weights[v_row], v_keys.rates[v_key])) then
+            v_keys.rate_room[v_key] - least(v_keys.weights[v_row], v_keys.rates[v_key]))) then
           v_weight := v_keys.weights[v_row];
           v_shut := v_key;
         end if;
@@ -21194,9 +21204,11 @@ begin
                     and (queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
                       >= s.ready::bigint + least(coalesce(w.weight, 1), s.rate_limit)) is not false
                     and not w.is_marked
-                    -- a heavy job has waited for the rate, and the next admission gives on what it leaves
-                    and not exists (select from queue.waiting h where h.reason = 'slot' and h.key = s.key
-                      and h.at is not null and h.weight is not null)
+                    -- a heavy job, or one before it, has waited for the rate, and the next admission gives on
+                    -- what they leave
+                    and not exists (select from queue.waiting h join queue.waiting b
+                      on b.reason = 'slot' and b.key = h.key and b.lane = h.lane and b.at is not null
+                      where h.reason = 'slot' and h.key = s.key and h.weight is not null)
                     and not exists (select from queue._heavy_waiting(array[s.key]) h
                       join queue.lane k on k.lane = s.lane
                       where h.queue = k.queue and h.priority > k.priority)
