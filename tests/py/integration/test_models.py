@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import subprocess
 import sys
 import typing
@@ -266,12 +267,16 @@ async def test_json_that_python_can_not_read_is_text(
     conn: Connection, dsn: str, driver: str
 ) -> None:
     number, nested = f'{{"a": {"1" * 5_000}}}', f'{{"a": {"[" * 5_000}{"]" * 5_000}}}'
+    try:
+        read: Any = json.loads(nested)
+    except RecursionError:  # before Python 3.12
+        read = nested
     for args in ('{"a": {"b": [1, null]}}', number, nested):
         conn.execute("select queue.defer('t', %s::text::jsonb)", [args])
     engine = sa_async.create_async_engine(url_of(dsn, driver))
     async with sa_async.AsyncSession(engine) as session:
         jobs = (await session.scalars(sa.select(Job).order_by(Job.id))).all()
-        assert [job.args for job in jobs] == [{"a": {"b": [1, None]}}, number, nested]
+        assert [job.args for job in jobs] == [{"a": {"b": [1, None]}}, number, read]
         assert [job.headers for job in jobs] == [None] * 3
         by_path = sa.select(Job.args["a"]["b"], Job.args["a"]["b"][0].as_integer(), Job.id).where(
             Job.args.contains({"a": {"b": [1]}}), Job.args[("a", "b", 0)].astext == "1"
