@@ -1,5 +1,5 @@
--- Jobs that wait for each other. A yield after which they would is refused (admit/cycles.sql), but a job may
--- get another lock afterwards.
+-- Jobs that wait for each other. A yield after which they would is refused (admit/cycles.sql), unless the
+-- cycle leads over several locks; and a job may get another lock afterwards.
 
 -- Checks whether jobs wait for each other. Each waits for one other at a time, so after enough steps whoever
 -- has not come to an end is on a cycle; each round below doubles the steps. Reads the 10,000 oldest jobs that
