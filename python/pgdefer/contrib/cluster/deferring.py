@@ -49,7 +49,10 @@ class Deferring(ClusterBase):
         return (self._deferred([job], connection))[0]
 
     def defer_many(self, calls: Iterable[tuple[str, PreparedJob[Any]]]) -> list[Job[Any]]:
-        """Defer calls (`app.prepare`) with their keys; those of a shard all or none."""
+        """Defer calls (`app.prepare`) with their keys; those of a shard all or none.
+
+        While a slot of that shard moves, only those of a key.
+        """
         jobs = KeyedJob.all_of(calls)
         if not self.map.slots:
             self.refresh()

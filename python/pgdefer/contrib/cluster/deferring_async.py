@@ -50,7 +50,10 @@ class AsyncDeferring(ClusterBase):
     async def defer_many_async(
         self, calls: Iterable[tuple[str, PreparedJob[Any]]]
     ) -> list[Job[Any]]:
-        """Defer calls (`app.prepare`) with their keys; those of a shard all or none."""
+        """Defer calls (`app.prepare`) with their keys; those of a shard all or none.
+
+        While a slot of that shard moves, only those of a key.
+        """
         jobs = KeyedJob.all_of(calls)
         if not self.map.slots:
             await self.refresh_async()
