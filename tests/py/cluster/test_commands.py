@@ -75,6 +75,8 @@ def test_mistakes_are_one_line(dsns: dict[str, str], blank_dsn: str, tmp_path: P
         ("there is a shard 'b', and this database is", Exit.USAGE, ["add", *a, "b", dsns["c"]]),
         ("connection is bad", Exit.UNREACHABLE, ["add", *a, "d", "host=/nonexistent"]),
         ("the DSN can't be read", Exit.USAGE, ["add", *a, "d", "nonsense"]),
+        ("shard 'd' has a password", Exit.USAGE, ["add", *a, "d", "dbname=d password=secret"]),
+        ("shard 'a' has a password", Exit.USAGE, ["create", "a=postgresql://me:secret@host/a"]),
         ('schema "queue" does not exist', Exit.NOT_INSTALLED, ["add", *a, "d", blank_dsn]),
         ('schema "queue" does not exist', Exit.NOT_INSTALLED, ["slots", "--dsn", blank_dsn]),
         ("connection is bad", Exit.UNREACHABLE, ["check", "--dsn", "host=/nonexistent"]),
@@ -83,7 +85,9 @@ def test_mistakes_are_one_line(dsns: dict[str, str], blank_dsn: str, tmp_path: P
         ("this database has a map", Exit.USAGE, ["create", f"a={dsns['b']}"]),
         ("give NAME=DSN", 2, ["create", "a"]),
     ):
-        assert expected in said(code, *arguments)
+        text = said(code, *arguments)
+        assert expected in text
+        assert "secret" not in text
     assert not list(tmp_path.parent.glob(".*.new"))
     assert said(0, "check", *a) == ""
 

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
+from psycopg.conninfo import conninfo_to_dict
 
 from pgdefer.app import App
 from pgdefer.checks import check_number, check_text
@@ -21,6 +22,7 @@ from pgdefer.contrib.cluster.deferring_async import AsyncDeferring
 from pgdefer.contrib.cluster.install import check_are_apart, has_map, install, self_of
 from pgdefer.contrib.cluster.move_slot import Move, SlotBusy, move
 from pgdefer.contrib.cluster.shards import SLOTS, ShardMap, shard_of
+from pgdefer.database.source import Source
 from pgdefer.errors import InvalidParameter, PgDeferError
 from pgdefer.options import checked_mapping
 
@@ -34,22 +36,21 @@ class Cluster(Deferring, AsyncDeferring):
     """An app over several databases.
 
     The map comes from any of the `dsns`, and from the shards themselves when it has changed. Its
-    DSNs should have no password: libpq finds those in its password file. `patience`: for how many
-    seconds a call follows a key that moves.
+    DSNs have no passwords: libpq finds those in its password file. `patience`: for how many seconds
+    a call follows a key that moves.
     """
 
     @classmethod
     def create(cls, app: App, shards: Mapping[str, str]) -> Cluster:
         """Install the functions in each of these databases, and divide the slots among them.
 
-        Again, after a failure, it goes on. Raises InvalidParameter if two are the same database, or
-        one has a map of another cluster.
+        Again, after a failure, it goes on. Raises InvalidParameter if two are the same database, if
+        one has a map of another cluster, or if a DSN has a password.
         """
         if not checked_mapping("shards", shards):
             raise ValueError('shards is empty: give the name and DSN of each, {"a": "dbname=a"}')
         for name, dsn in shards.items():
-            check_text("a shard's name", name, "a")
-            check_text(f"the DSN of shard {name!r}", dsn, "dbname=a")
+            _check_shard(name, dsn)
         check_are_apart(shards)
         for dsn in shards.values():
             install(dsn)  # before the first map: none is made if a database can't be reached
@@ -68,11 +69,10 @@ class Cluster(Deferring, AsyncDeferring):
         """Add an empty shard, for slots to be moved to; or change the DSN of one.
 
         Return the shards that can't be reached: they learn it later, from the others.
-        Raises InvalidParameter if the cluster has a shard of this name, and the database is not it:
-        each of the two would take its keys.
+        Raises InvalidParameter if the DSN has a password, or if the cluster has a shard of this
+        name, and the database is not it: each of the two would take its keys.
         """
-        check_text("a shard's name", name, "a")
-        check_text(f"the DSN of shard {name!r}", dsn, "dbname=a")
+        _check_shard(name, dsn)
         found, wrong = self.learn()
         if name in self.map.shards and self_of(dsn) != name:
             raise InvalidParameter(
@@ -231,6 +231,18 @@ class Cluster(Deferring, AsyncDeferring):
                 f"slot {slot}: its move from {shard} to {target} has stopped and holds {held} jobs:"
                 " go on with it, or give it up"
             )
+
+
+def _check_shard(name: str, dsn: str) -> None:
+    """Check what the map is to hold. Every role that uses the queue can read it."""
+    check_text("a shard's name", name, "a")
+    check_text(f"the DSN of shard {name!r}", dsn, "dbname=a")
+    given = conninfo_to_dict(Source(dsn).conninfo())
+    if given.get("password") or given.get("sslpassword"):
+        raise InvalidParameter(
+            f"the DSN of shard {name!r} has a password, which every role could read in the map",
+            hint="Leave it out, and put it into libpq's password file (~/.pgpass).",
+        )
 
 
 def _check_slot(slot: object) -> None:
