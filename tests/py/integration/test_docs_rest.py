@@ -172,6 +172,6 @@ def test_the_commands_of_troubleshooting_exist() -> None:
     headings = (ROOT / "docs" / "command-line.md").read_text("utf-8")
     block = blocks("docs/operating.md")[0]
     commands = re.findall(r"^\$ (pgdefer(?: [a-z]+)+)", block.text, re.MULTILINE)
-    assert len(commands) == 8
+    assert len(commands) == 11
     for command in commands:
         assert f"\n## {command}\n" in headings
