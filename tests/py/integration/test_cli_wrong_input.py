@@ -20,7 +20,7 @@ __all__ = ["claim", "run"]
 
 pytestmark = pytest.mark.client
 
-DEEP = "[" * 5000 + "]" * 5000
+DEEP = "[" * 50_000 + "]" * 50_000
 Program = Callable[..., subprocess.CompletedProcess[bytes]]
 
 
