@@ -18689,6 +18689,7 @@ create or replace function queue._try_lock_job(p_id bigint, out situation text, 
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_xid xid8;
+  v_is_finished boolean;
 begin
   select j.xid into v_xid from queue.job j where j.id = p_id;
   if not found then
@@ -18712,9 +18713,12 @@ begin
     return;
   end if;
   perform from queue.finished f where f.id = p_id for update skip locked;
-  if found then
-    -- it may have ended since the first look: then its settlement has come with it
-    situation := case when queue._is_unsettled(p_id) then 'busy' else 'finished' end;
+  v_is_finished := found;
+  -- its claim may have ended since the first look: then its settlement has come with that
+  if queue._is_unsettled(p_id) then
+    return;
+  elsif v_is_finished then
+    situation := 'finished';
   elsif not exists (select from queue.finished f where f.id = p_id) and queue._is_gated(p_id) then
     situation := 'open';
   end if;
