@@ -442,7 +442,7 @@ async def test_a_silent_server_keeps_no_other_waiting(
         port = silent.getsockname()[1]
         lost = [
             make_conninfo("connect_timeout=600", host="127.0.0.1", port=port, dbname=f"lost_{n}")
-            for n in range(60)
+            for n in range(80)
         ]
         async with working(App(), [*lost, dsns[0]]) as worker:
             await registered_some(worker, dsns[0])
@@ -545,7 +545,7 @@ async def test_slots_go_round(dsns: list[str]) -> None:
         now[home] -= 1
         now["all"] -= 1
 
-    defer_in(app, dsns[0], task, [{"n": n} for n in range(60)])
+    defer_in(app, dsns[0], task, [{"n": n} for n in range(80)])
     for dsn in dsns[1:]:
         defer_in(app, dsn, task, [{"n": n} for n in range(10)])
     await MultiWorker(app, dsns, concurrency=3, per_database=2, drain=True).run_async()
