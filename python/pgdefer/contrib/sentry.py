@@ -185,7 +185,10 @@ def _messaging(job: JobContext, headers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_in(job: JobContext, status: str) -> None:
-    """Tell the monitor of a job's task about the job: it is one check-in, in whatever process."""
+    """Tell the monitor of a job's task about the job.
+
+    It is one check-in in all processes that name the database alike.
+    """
     # Databases of one name, as tenants' or shards' on servers of their own, begin at the same id.
     named = conninfo_to_dict(job.dsn)
     database = " ".join(str(named[part]) for part in PLACE if named.get(part))
