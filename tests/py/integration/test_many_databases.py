@@ -545,7 +545,7 @@ async def test_slots_go_round(dsns: list[str]) -> None:
         now[home] -= 1
         now["all"] -= 1
 
-    defer_in(app, dsns[0], task, [{"n": n} for n in range(80)])
+    defer_in(app, dsns[0], task, [{"n": n} for n in range(60)])
     for dsn in dsns[1:]:
         defer_in(app, dsn, task, [{"n": n} for n in range(10)])
     await MultiWorker(app, dsns, concurrency=3, per_database=2, drain=True).run_async()
