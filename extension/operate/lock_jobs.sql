@@ -258,7 +258,6 @@ create or replace function queue._try_lock_job(p_id bigint, out situation text, 
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_xid xid8;
-  v_is_finished boolean;
 begin
   select j.xid into v_xid from queue.job j where j.id = p_id;
   if not found then
@@ -282,15 +281,13 @@ begin
     return;
   end if;
   perform from queue.finished f where f.id = p_id for update skip locked;
-  v_is_finished := found;
-  -- its claim may have ended since the first look: then its settlement has come with that
-  if queue._is_unsettled(p_id) then
-    return;
-  elsif v_is_finished then
+  if found then
     situation := 'finished';
   elsif not exists (select from queue.finished f where f.id = p_id) and queue._is_gated(p_id) then
     situation := 'open';
   end if;
+  -- its claim may have ended since the first look: then its settlement has come with that
+  situation := case when queue._is_unsettled(p_id) then 'busy' else situation end;
 end $$;
 
 -- Whether the end of a claim of a job is not settled.
