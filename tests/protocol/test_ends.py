@@ -17,7 +17,7 @@ def test_stop(lab: Any, number: signal.Signals) -> None:
     """It claims no more, lets running jobs end, sends heartbeats until then, and deregisters."""
     worker = lab.start()
     id, path = lab.hold()
-    lab.reach(id, "running")
+    wait_for((lab.folder / "file0.began").exists)  # else a worker may give it back
     worker.send(number)
     worker.wait("stopping")
     left = lab.defer("echo")
