@@ -777,6 +777,7 @@ def odd_roles(conn: Connection) -> Iterator[list[str]]:
         conn.execute(psycopg.sql.SQL("drop owned by {0}; drop role {0}").format(name))
 
 
+@pytest.mark.usefixtures("page_server")
 def test_a_proxy_names_a_role_in_utf8(dsn: str, odd_roles: list[str]) -> None:
     with serving(web.asgi(dsn, role_header="x-role")) as site:
 
