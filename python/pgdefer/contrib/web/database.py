@@ -89,15 +89,11 @@ class Database:
 
     def __init__(self, conninfo: str, pool: Pool, *, role: str | None = None, **login: str) -> None:
         self._pool = pool
-        self._role = role
-        settings = {name: f"'{value}'" for name, value in SETTINGS.items()}
-        if role is not None:
-            settings["role"] = "%(role)s"
-        changes = ", ".join(
-            f"pg_catalog.set_config('{name}', {value}, true)" for name, value in settings.items()
+        self._settings = SETTINGS if role is None else {**SETTINGS, "role": role}
+        changes = (f"pg_catalog.set_config('{name}', %({name})s, true)" for name in self._settings)
+        self._begin = (
+            f"select pg_catalog.pg_is_in_recovery() as is_standby, {', '.join(changes)}".encode()
         )
-        begin = f"select pg_catalog.pg_is_in_recovery() as is_standby, {changes}"
-        self._begin = begin.encode()
         #: Whether the server was a standby when it was visited last.
         self.is_standby = False
         self._conninfo = make_conninfo(
@@ -112,7 +108,7 @@ class Database:
             connection.read_only = None if writes else True  # None: as the role's default says
             connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
             with translated(), connection.transaction():
-                row = connection.execute(self._begin, {"role": self._role}).fetchone()
+                row = connection.execute(self._begin, self._settings).fetchone()
                 self.is_standby = row is not None and row["is_standby"]
                 yield Reader(connection)
         finally:
