@@ -124,12 +124,11 @@ class FailurePolicy:
     def decision(self, error: BaseException, job: JobContext) -> dict[str, Any]:
         """Return the options of queue.fail for an error."""
         final = (DecodeError, StepChanged, StepFailed, UnknownTask, *_as_tuple(self.give_up_on))
-        has_final, _ = _split_error(error, final)
-        if has_final:
+        if _split_error(error, final)[0] is not None:
             return {"retryable": False}
         if self.retry_on is not None:
-            _, has_others = _split_error(error, _as_tuple(self.retry_on))
-            if has_others:
+            _, others = _split_error(error, _as_tuple(self.retry_on))
+            if others is not None:
                 return {"retryable": False}
         decided = None if self.decide is None else self.decide(error, job)
         return {} if decided is None else decided.as_options()
@@ -141,13 +140,11 @@ def _as_tuple(classes: Classes) -> tuple[type[BaseException], ...]:
 
 def _split_error(
     error: BaseException, classes: tuple[type[BaseException], ...]
-) -> tuple[bool, bool]:
-    """Return whether an error, or one in its group, is of these classes, and whether one is not."""
+) -> tuple[BaseException | None, BaseException | None]:
+    """Return what of an error, or of its group, is of these classes, and the rest."""
     if isinstance(error, BaseExceptionGroup):
-        matching, others = error.split(classes)
-        return matching is not None, others is not None
-    is_matching = isinstance(error, classes)
-    return is_matching, not is_matching
+        return error.split(classes)
+    return (error, None) if isinstance(error, classes) else (None, error)
 
 
 #: Says nothing of errors: a job's retry policy decides.
