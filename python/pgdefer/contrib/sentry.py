@@ -23,6 +23,7 @@ from sentry_sdk.integrations.logging import ignore_logger
 from pgdefer._text import logger
 from pgdefer.app import App
 from pgdefer.contrib._attach import attach
+from pgdefer.database.source import PLACE
 from pgdefer.errors import DecodeError, describe
 from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.hooks import JobEvent
@@ -34,8 +35,6 @@ log = logger("pgdefer.worker")
 
 # The header of the time at which a job was deferred, in seconds: Celery's integration has it too.
 DEFERRED_AT = "sentry-task-enqueued-time"
-# What of a DSN says which database it is.
-PLACE = ("service", "host", "hostaddr", "port", "dbname")
 # Another program may have written a number that is no time, and too large for a float.
 LAST_TIME = 1e12
 

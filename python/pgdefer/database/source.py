@@ -36,6 +36,7 @@ __all__ = [
     "FIRST",
     "LAST",
     "LOCATING",
+    "PLACE",
     "AsyncPsycopgConnection",
     "PsycopgConnection",
     "Source",
@@ -55,6 +56,8 @@ log = logger("pgdefer")
 DSN = "PGDEFER_DSN"
 # libpq's environment variables that name a database.
 LOCATING = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE")
+# What of a DSN says which database it is.
+PLACE = ("service", "host", "hostaddr", "port", "dbname")
 
 # With these a dead peer is noticed within half a minute, whatever the system's limits.
 DEFAULTS: dict[str, Any] = {

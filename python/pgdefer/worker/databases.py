@@ -10,7 +10,7 @@ from pathlib import Path
 from psycopg.conninfo import conninfo_to_dict
 
 from pgdefer._text import escaped, logger
-from pgdefer.database.source import Source
+from pgdefer.database.source import PLACE, Source
 from pgdefer.errors import InvalidParameter
 from pgdefer.options import as_list
 
@@ -18,8 +18,8 @@ __all__ = ["Database", "DsnFile", "distinct", "read_dsns"]
 
 log = logger("pgdefer.worker")
 
-# What makes two DSNs lead to the same database.
-_PLACE = ("service", "host", "hostaddr", "port", "dbname", "user")
+# What makes two DSNs lead to the same database as the same user.
+_PLACE = (*PLACE, "user")
 
 
 @dataclasses.dataclass(frozen=True)
