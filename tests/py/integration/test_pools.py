@@ -351,6 +351,16 @@ async def test_a_pool_that_awaits_its_dsn(dsn: str, jobs: Jobs) -> None:
         await app.close_async()
 
 
+async def until_beating(worker: Worker, condition: Callable[[], Any]) -> Any:
+    """Wait until the condition holds, while heartbeats follow each other."""
+
+    def holds() -> Any:
+        worker.heartbeat.poke()
+        return condition()
+
+    return await until(holds)
+
+
 async def test_a_dsn_that_can_not_be_found_for_a_while(
     dsn: str, jobs: Jobs, conn: Connection, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -372,24 +382,18 @@ async def test_a_dsn_that_can_not_be_found_for_a_while(
     with pool:
         # So long may an answer take. They are sent earlier, as they are asked for.
         async with running(app, heartbeat_every=60, dead_after=600) as worker:
-
-            async def until_beats(condition: Callable[[], object]) -> None:
-                def holds() -> object:
-                    worker.heartbeat.poke()
-                    return condition()
-
-                await until(holds)
-
             await until(lambda: worker.state.is_waiting)
             # the pool's, and the worker's three
-            await until_beats(lambda: len(conn.execute(f"select {others}").fetchall()) == 4)
+            await until_beating(
+                worker, lambda: len(conn.execute(f"select {others}").fetchall()) == 4
+            )
             is_down = True
             conn.execute(f"select pg_terminate_backend(pid) {others}")
             for said in ("of their own: no answer from", "the connection was lost: no answer from"):
-                await until_beats(lambda said=said: said in caplog.text)
+                await until_beating(worker, lambda said=said: said in caplog.text)
             beat = worker.heartbeat.beat_at
             is_down = False
-            await until_beats(lambda: worker.heartbeat.beat_at > beat)
+            await until_beating(worker, lambda: worker.heartbeat.beat_at > beat)
             conn.execute("select queue.defer('t')")
             await jobs.end()
 
@@ -415,19 +419,14 @@ async def test_heartbeats_without_a_connection_of_their_own(dsn: str, conn: Conn
     pool: Any = ConnectionPool(find, open=False)  # type: ignore[arg-type]
     # So long may an answer take. They are sent earlier, as they are asked for.
     async with running(App(connection=pool), heartbeat_every=60, dead_after=600) as worker:
-
-        def is_since(beat: float) -> bool:
-            worker.heartbeat.poke()
-            return worker.heartbeat.beat_at > beat
-
         await until(lambda: worker.state.is_waiting)
-        ((own,),) = await until(lambda: is_since(0.0) and conn.execute(beats).fetchall())
+        ((own,),) = await until_beating(worker, lambda: conn.execute(beats).fetchall())
         is_down = True
         conn.execute("select pg_terminate_backend(%s)", (own,))
         await until(lambda: (own,) not in conn.execute(sessions).fetchall())
         for _ in range(3):
             beat = worker.heartbeat.beat_at
-            await until(lambda beat=beat: is_since(beat))
+            await until_beating(worker, lambda beat=beat: worker.heartbeat.beat_at > beat)
         is_down = False
 
 
