@@ -6,9 +6,9 @@
 -- Slots are taken at the claim, not before, so that a job which no worker starts holds none. For each key and
 -- lane, at most as many unclaimed jobs are in queue.active_job (`ready`) as the key has free slots, so that
 -- fetch does not read jobs that can't start. The others wait in queue.waiting; a new one does not come before
--- a ready one, as far as _make_way looks. If fetch meets a ready job whose
--- key is full, or that a heavy one goes before, it goes back there. A job with several keys waits for the
--- first full one, and holds none, but may reserve some. Rows are replaced, and read newest first.
+-- a ready one, as far as _make_way looks. If fetch meets a ready job whose key is full, or that a heavy one
+-- goes before, it goes back there. A job with several keys waits for the first full one, and holds none, but
+-- may reserve some. Rows are replaced, and read newest first.
 
 -- The keys of jobs by their flags: 'm' || lock and 'k' || concurrency key. n: the job's place in p_ids.
 create or replace function queue._keys_of(p_ids bigint[], p_flags smallint[])
@@ -149,6 +149,15 @@ begin
         or least(w.weight, s.rate_limit) > queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit,
           clock_timestamp()) - o.ready)
     order by u.key, l.queue, l.priority desc;
+end $$;
+
+-- The heavy job (_heavy_waiting) for which the jobs of a key in a lane wait; NULL for none.
+create or replace function queue._heavy_before(p_key text, p_lane integer)
+returns bigint language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select h.id from queue._heavy_waiting(array[p_key]) h join queue.lane l on l.lane = p_lane
+    where h.queue = l.queue and h.priority > l.priority);
 end $$;
 
 -- Adds to the counts of keys: slots in use, and per lane ready and waiting jobs. Keys and lanes may repeat;

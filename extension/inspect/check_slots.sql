@@ -52,9 +52,7 @@ begin
                     and not exists (select from queue.waiting h join queue.waiting b
                       on b.reason = 'slot' and b.key = h.key and b.lane = h.lane and b.at is not null
                       where h.reason = 'slot' and h.key = s.key and h.weight is not null)
-                    and not exists (select from queue._heavy_waiting(array[s.key]) h
-                      join queue.lane k on k.lane = s.lane
-                      where h.queue = k.queue and h.priority > k.priority)
+                    and queue._heavy_before(s.key, s.lane) is null
                     and not exists (select from queue.pending_settlement h
                     where h.kind = 'refill' and h.payload ? s.key)
                     then 'a job waits although a slot is free' end as problem,

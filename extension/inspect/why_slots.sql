@@ -96,9 +96,7 @@ begin
        order by w.deadline, w.id limit 1)
       union all
       (select 0, format('job %s (weight %s)', w.id, w.weight) from queue.waiting w
-       where w.id = (select h.id from queue._heavy_waiting(array[p_key]) h
-         join queue.lane l on l.lane = v_key.lane
-         where h.queue = l.queue and h.priority > l.priority))) f
+       where w.id = queue._heavy_before(p_key, v_key.lane))) f
     order by f.n limit 1;
     if v_text is not null then
       return format(case when v_is_lock then 'its lock %s goes first to %s'

@@ -7426,9 +7426,9 @@ end $$;
 -- Slots are taken at the claim, not before, so that a job which no worker starts holds none. For each key and
 -- lane, at most as many unclaimed jobs are in queue.active_job (`ready`) as the key has free slots, so that
 -- fetch does not read jobs that can't start. The others wait in queue.waiting; a new one does not come before
--- a ready one, as far as _make_way looks. If fetch meets a ready job whose
--- key is full, or that a heavy one goes before, it goes back there. A job with several keys waits for the
--- first full one, and holds none, but may reserve some. Rows are replaced, and read newest first.
+-- a ready one, as far as _make_way looks. If fetch meets a ready job whose key is full, or that a heavy one
+-- goes before, it goes back there. A job with several keys waits for the first full one, and holds none, but
+-- may reserve some. Rows are replaced, and read newest first.
 
 -- The keys of jobs by their flags: 'm' || lock and 'k' || concurrency key. n: the job's place in p_ids.
 create or replace function queue._keys_of(p_ids bigint[], p_flags smallint[])
@@ -7569,6 +7569,15 @@ begin
         or least(w.weight, s.rate_limit) > queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit,
           clock_timestamp()) - o.ready)
     order by u.key, l.queue, l.priority desc;
+end $$;
+
+-- The heavy job (_heavy_waiting) for which the jobs of a key in a lane wait; NULL for none.
+create or replace function queue._heavy_before(p_key text, p_lane integer)
+returns bigint language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select h.id from queue._heavy_waiting(array[p_key]) h join queue.lane l on l.lane = p_lane
+    where h.queue = l.queue and h.priority > l.priority);
 end $$;
 
 -- Adds to the counts of keys: slots in use, and per lane ready and waiting jobs. Keys and lanes may repeat;
@@ -16403,9 +16412,7 @@ begin
       where w.reason = 'slot' and w.key = k.key and w.lane = k.lane
         and (w.deadline, w.id) >= (l.low_deadline, l.low)
       order by w.deadline, w.id limit greatest(s.free - (l.ready - k.n), 0)) w
-    where l.lane = k.lane
-      and not exists (select from queue._heavy_waiting(array[k.key]) h join queue.lane n on n.lane = k.lane
-        where h.queue = n.queue and h.priority > n.priority)));
+    where l.lane = k.lane and queue._heavy_before(k.key, k.lane) is null));
 end $$;
 
 -- work/claim_one_key.sql
@@ -20777,9 +20784,7 @@ begin
        order by w.deadline, w.id limit 1)
       union all
       (select 0, format('job %s (weight %s)', w.id, w.weight) from queue.waiting w
-       where w.id = (select h.id from queue._heavy_waiting(array[p_key]) h
-         join queue.lane l on l.lane = v_key.lane
-         where h.queue = l.queue and h.priority > l.priority))) f
+       where w.id = queue._heavy_before(p_key, v_key.lane))) f
     order by f.n limit 1;
     if v_text is not null then
       return format(case when v_is_lock then 'its lock %s goes first to %s'
@@ -21214,9 +21219,7 @@ begin
                     and not exists (select from queue.waiting h join queue.waiting b
                       on b.reason = 'slot' and b.key = h.key and b.lane = h.lane and b.at is not null
                       where h.reason = 'slot' and h.key = s.key and h.weight is not null)
-                    and not exists (select from queue._heavy_waiting(array[s.key]) h
-                      join queue.lane k on k.lane = s.lane
-                      where h.queue = k.queue and h.priority > k.priority)
+                    and queue._heavy_before(s.key, s.lane) is null
                     and not exists (select from queue.pending_settlement h
                     where h.kind = 'refill' and h.payload ? s.key)
                     then 'a job waits although a slot is free' end as problem,

@@ -341,7 +341,5 @@ begin
       where w.reason = 'slot' and w.key = k.key and w.lane = k.lane
         and (w.deadline, w.id) >= (l.low_deadline, l.low)
       order by w.deadline, w.id limit greatest(s.free - (l.ready - k.n), 0)) w
-    where l.lane = k.lane
-      and not exists (select from queue._heavy_waiting(array[k.key]) h join queue.lane n on n.lane = k.lane
-        where h.queue = n.queue and h.priority > n.priority)));
+    where l.lane = k.lane and queue._heavy_before(k.key, k.lane) is null));
 end $$;
