@@ -172,19 +172,20 @@ create or replace function queue._wait_for_admission()
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_timeout text;
-  v_has_lock boolean := false;
 begin
   if queue._lock_admission(false) then
     return true;
   end if;
   v_timeout := queue._cap_lock_timeout('50ms');
   begin
-    v_has_lock := queue._lock_admission(true);
+    perform from queue.admission for update;
   exception when lock_not_available or deadlock_detected then
-    null;  -- a deadlock: with deadlock_timeout below 50 ms, and an operator who waits for one of our claims
+    -- a deadlock: with deadlock_timeout below 50 ms, and an operator who waits for one of our claims
+    perform set_config('lock_timeout', v_timeout, true);
+    return false;
   end;
   perform set_config('lock_timeout', v_timeout, true);
-  return v_has_lock;
+  return queue._lock_admission(false);  -- which says that this transaction has it
 end $$;
 
 -- The virtual transactions that are under way in other sessions of this database. All others see what was

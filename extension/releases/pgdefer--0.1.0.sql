@@ -3230,19 +3230,20 @@ create or replace function queue._wait_for_admission()
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_timeout text;
-  v_has_lock boolean := false;
 begin
   if queue._lock_admission(false) then
     return true;
   end if;
   v_timeout := queue._cap_lock_timeout('50ms');
   begin
-    v_has_lock := queue._lock_admission(true);
+    perform from queue.admission for update;
   exception when lock_not_available or deadlock_detected then
-    null;  -- a deadlock: with deadlock_timeout below 50 ms, and an operator who waits for one of our claims
+    -- a deadlock: with deadlock_timeout below 50 ms, and an operator who waits for one of our claims
+    perform set_config('lock_timeout', v_timeout, true);
+    return false;
   end;
   perform set_config('lock_timeout', v_timeout, true);
-  return v_has_lock;
+  return queue._lock_admission(false);  -- which says that this transaction has it
 end $$;
 
 -- The virtual transactions that are under way in other sessions of this database. All others see what was
@@ -16519,15 +16520,15 @@ begin
     and (v_queues is null or l.queue = any (v_queues))) is false then
     v_key := queue._only_key(p_ids, p_flags);
   end if;
-  if v_key is not null and queue._wait_for_admission() then
-    -- if others have to be admitted, the slots come first: a new job may be discarded if there is none
-    if abs(date_part('epoch', v_now) - coalesce(nullif(current_setting('pgdefer.looked_at', true), '')::double precision, 0)) >= 0.01 then
-      if queue._has_work(v_now) then
-        p_max_jobs := 0;
-      else
-        perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
-      end if;
+  -- if others have to be admitted, the slots come first: a new job may be discarded if there is none
+  if v_key is not null and abs(date_part('epoch', v_now) - coalesce(nullif(current_setting('pgdefer.looked_at', true), '')::double precision, 0)) >= 0.01 then
+    if queue._has_work(v_now) then
+      p_max_jobs := 0;
+    else
+      perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
     end if;
+  end if;
+  if v_key is not null and queue._wait_for_admission() then
     begin
       v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues, p_max_jobs);
     exception when data_exception or integrity_constraint_violation or program_limit_exceeded or cardinality_violation or case_not_found or feature_not_supported or syntax_error_or_access_rule_violation or plpgsql_error then

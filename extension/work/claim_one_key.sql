@@ -101,15 +101,15 @@ begin
     and (v_queues is null or l.queue = any (v_queues))) is false then
     v_key := queue._only_key(p_ids, p_flags);
   end if;
-  if v_key is not null and queue._wait_for_admission() then
-    -- if others have to be admitted, the slots come first: a new job may be discarded if there is none
-    if {{is_look_due}} then
-      if queue._has_work(v_now) then
-        p_max_jobs := 0;
-      else
-        perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
-      end if;
+  -- if others have to be admitted, the slots come first: a new job may be discarded if there is none
+  if v_key is not null and {{is_look_due}} then
+    if queue._has_work(v_now) then
+      p_max_jobs := 0;
+    else
+      perform set_config('pgdefer.looked_at', date_part('epoch', v_now)::text, false);
     end if;
+  end if;
+  if v_key is not null and queue._wait_for_admission() then
     begin
       v_passed := queue._pass_slots_on(v_key, cardinality(p_ids), p_worker, v_queues, p_max_jobs);
     exception when {{fault}} then
