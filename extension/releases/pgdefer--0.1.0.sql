@@ -22468,7 +22468,7 @@ end $$;
 
 create or replace function queue.health()
 returns table (name text, status text, detail text, fix text)
-language plpgsql stable parallel safe security definer rows 12
+language plpgsql stable parallel safe security definer rows 20
 set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
   if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
@@ -22482,7 +22482,7 @@ comment on function queue.health() is
 -- Each check reads a bounded number of jobs, but all workers, lanes and schedules.
 create or replace function queue._health(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
-language plpgsql stable parallel safe security invoker rows 12 as $$
+language plpgsql stable parallel safe security invoker rows 20 as $$
 begin
   return query
     select h.name, h.status, h.detail, h.fix from queue._health_of_version() h
@@ -22682,7 +22682,8 @@ begin
   return next;
 end $$;
 
--- Checks for tasks that workers did not know, sessions that hold up admission, and handlers that do not end.
+-- Checks for tasks that workers did not know, sessions that hold up admission, handlers that do not end, and
+-- handlers that wait for jobs which find no slot.
 create or replace function queue._health_of_claims(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
@@ -22730,6 +22731,28 @@ begin
   fix := case when v_facts.n > 0
     then 'Each keeps its slot and its lock until it ends. Restart its worker (queue.why says which); run'
     ' such tasks in processes, which can be killed' end;
+  return next;
+
+  name := 'results';
+  select count(*) as n, string_agg(format('job %s for job %s', w.parent, w.id), ', ' order by w.id)
+    filter (where w.no <= 5) as jobs into v_facts
+  from (
+    select a.id, p.id as parent, row_number() over (order by a.id) as no
+    from (select distinct a.id from queue.awaited a where a.since < p_now - interval '30 s' limit 1000) a
+    cross join lateral (
+      select (j.options ->> 'parent')::bigint as parent
+      from queue.active_job aj join queue.job j on j.id = aj.id
+      where aj.id = a.id and aj.claim is null offset 0) c
+    cross join lateral (
+      select p.id from queue.active_job p where p.id = c.parent and p.claim is not null offset 0) p) w;
+  status := case when v_facts.n > 0 then 'warn' else 'ok' end;
+  detail := case when v_facts.n > 0
+    then format('%s ready, but no worker takes them, and running jobs wait for their results: %s',
+      queue._count_of(v_facts.n, 'job'), v_facts.jobs)
+    else 'no running job waits for one that no worker takes' end;
+  fix := case when v_facts.n > 0
+    then 'The waiting handlers may fill all slots: start another worker. Let them wait by queue.await_jobs'
+    ' (call and gather in Python), which frees their slots' end;
   return next;
 end $$;
 

@@ -1,13 +1,13 @@
 -- health: the checks of the version, workers, queues and due work, each seen failing.
 
-select plan(35);
+select plan(39);
 
 set pgdefer.notify = off;
 \ir health.helpers.psql
 
 select is((select array_agg(distinct status) from queue.health() where name <> 'workers'), '{ok}', 'and it is well');
 select results_eq($$select status, detail, fix from queue.health() where name = 'workers'$$, $$values ('warn', '0 alive', 'Start a worker: pgdefer worker -A MODULE')$$, 'but has no worker');
-select is((select count(distinct name)::integer from queue.health()), 16, 'health has a row for each check');
+select is((select count(distinct name)::integer from queue.health()), 17, 'health has a row for each check');
 
 -- Jobs that nobody has admitted
 begin;
@@ -107,6 +107,21 @@ select matches(pg_temp.health('schedules'), '^warn\|0 late, 1 with an error: nig
 update queue.schedule set is_enabled = false, due_at = null, next_run_at = null where name = 'nightly';
 select matches(pg_temp.health('schedules'), '^ok', 'or that is disabled');
 rollback;
+
+-- Handlers that wait for their children
+select queue.defer('parent') as parent \gset
+select claim from queue.fetch(:worker, options => jsonb_build_object('ids', array[:parent])) \gset
+select queue.defer('child', options => jsonb_build_object('parent', :parent)) as child, queue.defer('child') as other \gset
+select queue.tick() \g /dev/null
+select queue.await_result(:child), queue.await_result(:other) \g /dev/null
+select matches(pg_temp.health('results'), '^ok', 'a result is awaited');
+update queue.awaited set since = since - interval '31 s';
+select is(pg_temp.health('results'), format('warn|1 job ready, but no worker takes them, and running jobs wait for their results: job %s for job %s|'
+  'The waiting handlers may fill all slots: start another worker. Let them wait by queue.await_jobs (call and gather in Python), which frees their slots', :parent, :child), 'for long');
+select id as child, claim as child_claim from queue.fetch(:worker, options => jsonb_build_object('ids', array[:child])) \gset
+select matches(pg_temp.health('results'), '^ok', 'a child that runs');
+select queue.release(:child, :child_claim), queue.succeed(:parent, :claim) \g /dev/null
+select matches(pg_temp.health('results'), '^ok', 'a parent that has ended');
 
 select is_empty('select * from queue.check()', 'in order');
 select * from finish();
