@@ -317,14 +317,24 @@ def session(dsn: str | None, *, as_json: bool = False, dry_run: bool = False) ->
     A dry run is one transaction, which is rolled back.
     """
     with reported(), contextlib.ExitStack() as stack:
-        connection = stack.enter_context(Source(dsn).connect())
-        _set_styles(connection)
-        _set_zone(connection)
+        connection = stack.enter_context(connect(dsn))
         if dry_run:
             stack.enter_context(connection.transaction(force_rollback=True))
         yield Session(connection, as_json=as_json)
     if dry_run:
         err.print("Dry run, nothing is changed:", highlight=False)
+
+
+def connect(dsn: str | None) -> psycopg.Connection[Any]:
+    """Return a connection whose times and intervals are read and shown as this module does."""
+    connection = Source(dsn).connect()
+    try:
+        _set_styles(connection)
+        _set_zone(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def _set_styles(connection: psycopg.Connection[Any]) -> None:
@@ -363,41 +373,47 @@ def _zone() -> str | None:
     return name
 
 
+_ASK_THE_OWNER = "The owner grants access: queue.grant_access."
+
+
 @contextlib.contextmanager
-def reported(
-    forbidden: str = "The owner grants access: queue.grant_access.",
-) -> Iterator[None]:
+def reported(forbidden: str = _ASK_THE_OWNER) -> Iterator[None]:
     """Turn errors into one line and an exit code; `forbidden` says what to do without a right."""
     from pgdefer.database.embedded import ServerError  # noqa: PLC0415 (not on every system)
 
     try:
         yield
-    except psycopg.Error as error:
-        better = translate(error)
-        if better is not None:
-            _fail_for(better)
-        if isinstance(error, psycopg.errors.InsufficientPrivilege):
-            said = error.diag.message_primary or one_line(error)
-            hint = error.diag.message_hint or forbidden
-            fail(Exit.FORBIDDEN, f"{said}\n{hint}")
-        if isinstance(error, psycopg.DataError):
-            fail(Exit.USAGE, one_line(error))
-        # without a code, or with one for connections and for servers that shut down
-        is_lost = isinstance(error, psycopg.OperationalError) and (
-            error.sqlstate is None or error.sqlstate.startswith(("08", "57P"))
-        )
-        fail(Exit.UNREACHABLE if is_lost else Exit.ERROR, one_line(error))
-    except PgDeferError as error:
-        _fail_for(error)
-    except ServerError as error:
-        fail(Exit.UNREACHABLE, str(error))
+    except (psycopg.Error, PgDeferError, ServerError) as error:
+        fail(*explained(error, forbidden))
 
 
-def _fail_for(error: PgDeferError) -> NoReturn:
+def explained(error: Exception, forbidden: str = _ASK_THE_OWNER) -> tuple[Exit, str]:
+    """Return the exit code and the message for an error of the database, or of the way to it."""
+    if isinstance(error, PgDeferError):
+        return _explained(error)
+    if not isinstance(error, psycopg.Error):
+        return Exit.UNREACHABLE, str(error)
+    better = translate(error)
+    if better is not None:
+        return _explained(better)
+    if isinstance(error, psycopg.errors.InsufficientPrivilege):
+        said = error.diag.message_primary or one_line(error)
+        hint = error.diag.message_hint or forbidden
+        return Exit.FORBIDDEN, f"{said}\n{hint}"
+    if isinstance(error, psycopg.DataError):
+        return Exit.USAGE, one_line(error)
+    # without a code, or with one for connections and for servers that shut down
+    is_lost = isinstance(error, psycopg.OperationalError) and (
+        error.sqlstate is None or error.sqlstate.startswith(("08", "57P"))
+    )
+    return Exit.UNREACHABLE if is_lost else Exit.ERROR, one_line(error)
+
+
+def _explained(error: PgDeferError) -> tuple[Exit, str]:
     # These share the SQLSTATE of bad arguments.
     is_missing = error.message in {"no such schedule", "no such group", "no such queue"}
     error.hint = error.hint and _renamed(error.hint, _COMMANDS)
-    fail(Exit.NOT_FOUND if is_missing else _ENDS.get(type(error), Exit.ERROR), escaped(str(error)))
+    return Exit.NOT_FOUND if is_missing else _ENDS.get(type(error), Exit.ERROR), escaped(str(error))
 
 
 def one_line(error: Exception) -> str:
@@ -407,18 +423,23 @@ def one_line(error: Exception) -> str:
 
 
 def fail(code: Exit, message: str) -> NoReturn:
-    """Print a message, in which no control character reaches the terminal, and exit."""
+    """Print a message and exit."""
+    say(message)
+    raise typer.Exit(code)
+
+
+def say(message: str) -> None:
+    """Print a message about a failure, of which no control character reaches the terminal."""
     text = "\n".join(map(escaped, f"pgdefer: {message}".split("\n")))
     err.print(Text(text, style="red"), soft_wrap=True)
-    raise typer.Exit(code)
 
 
 def fail_for_missing(kind: str, name: str | int) -> NoReturn:
     """Print that there is no such thing, as the database says it, and exit."""
     if kind == "job":
-        _fail_for(JobNotFound("job not found", detail=f"id: {name}", hint=_NO_JOB))
+        fail(*explained(JobNotFound("job not found", detail=f"id: {name}", hint=_NO_JOB)))
     hint = f"queue.{kind}s lists them."
-    _fail_for(InvalidParameter(f"no such {kind}", detail=f"name: {name}", hint=hint))
+    fail(*explained(InvalidParameter(f"no such {kind}", detail=f"name: {name}", hint=hint)))
 
 
 def is_asked() -> bool:

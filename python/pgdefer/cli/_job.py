@@ -6,10 +6,12 @@ Tests: integration/test_cli_operations.py.
 from __future__ import annotations
 
 import contextlib
+import datetime as dt
 import functools
 import json
 import operator
 import time
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -33,6 +35,7 @@ from ._base import (
     out,
     session,
 )
+from ._many import DSNS, databases, named
 
 jobs = typer.Typer(help="Jobs.", no_args_is_help=True)
 
@@ -118,16 +121,28 @@ def ls(
         bool, typer.Option("--no-limit", help="Continue, however many jobs there are to read.")
     ] = False,
     dsn: DSN = None,
+    dsns: DSNS = None,
     as_json: AsJson = False,
 ) -> None:
-    """List jobs, newest first. Exits with 13 if it stopped before it found enough."""
+    """List jobs, newest first. Exits with 13 if it stopped before it found enough.
+
+    So it does if some of many databases could not be asked.
+    """
+    if dsns is not None and before is not None:
+        fail(Exit.USAGE, "--before is for one database, as each has its own ids: give --limit.")
     asked = {"queue": queue, "task": task, "before": before, "max_jobs": limit}
     asked |= {"pattern": None, "by": "text", "max_bytes": None if no_limit else GLANCE}
-    with session(dsn, as_json=as_json) as on:
+
+    def find(on: Session) -> Rows:
         rows = _find(on, asked, state, limit)
         _add_ends(on, rows)
-    if not _show_found(rows, COLUMNS, limit):
-        raise typer.Exit(Exit.PARTLY)
+        return rows
+
+    with databases(dsn, dsns, as_json=as_json) as on:
+        rows = _newest(on.ask(find), limit)
+        columns = COLUMNS if dsns is None else {"database": "database", **COLUMNS}
+        if not _show_found(rows, columns, limit):
+            raise typer.Exit(Exit.PARTLY)
 
 
 @jobs.command("search")
@@ -197,6 +212,25 @@ def _find(on: Session, asked: dict[str, Any], states: list[str] | None, limit: i
     return shown
 
 
+def _newest(found: Mapping[str | None, Rows], limit: int) -> Rows:
+    """Return the newest jobs of all databases, and a last row if there are more."""
+    if None in found:
+        return found[None]
+    rows = named(found)
+    jobs = [at for at, row in enumerate(rows.values) if row["id"] is not None]
+    newest = sorted(jobs, key=lambda at: _created(rows.values[at]), reverse=True)
+    shown = rows.pick(newest[:limit])
+    if len(newest) > limit or len(jobs) < len(rows.values):
+        shown.values.append({"id": None, "next_id": None})
+    return shown
+
+
+def _created(row: Mapping[str, Any]) -> dt.datetime:
+    """Return when a job was deferred: JSON has it as text."""
+    value: dt.datetime | str = row["created_at"]
+    return dt.datetime.fromisoformat(value) if isinstance(value, str) else value
+
+
 def _add_ends(on: Session, rows: Rows) -> None:
     """Add when jobs ended, and their errors."""
     ids = [row["id"] for row in rows.values if row["id"] is not None]
@@ -229,8 +263,9 @@ def _show_found(rows: Rows, columns: dict[str, str], limit: int) -> bool:
     empty = "No such jobs." if is_all else "None of the newest jobs."
     _show.table(rows, columns, least=least, folded=("excerpt",), empty=empty)
     if more is not None:
+        how = "--limit" if more["next_id"] is None else f"--before {more['next_id']}"
         hint = "" if is_all else ", or --no-limit"
-        err.print(Text(f"There may be more: --before {more['next_id']}{hint}"))
+        err.print(Text(f"There may be more: {how}{hint}"))
     return is_all
 
 

@@ -21,9 +21,11 @@ from rich.text import Text
 from pgdefer.database import sql
 
 from . import _show
-from ._base import DSN, LONGEST, AsJson, Exit, Rows, Session, fail, is_asked, no_nan, out, session
+from ._base import DSN, LONGEST, AsJson, Exit, Rows, fail, is_asked, no_nan, out
+from ._many import DSNS, Databases, databases, named
 
 QUEUES = {
+    "database": "database",
     "queue": "queue",
     "paused": "",
     "ready": "ready",
@@ -40,6 +42,7 @@ QUEUES = {
     "workers": "workers",
 }
 WORKERS = {
+    "database": "database",
     "id": "worker",
     "name": "name",
     "is_dead": "",
@@ -63,29 +66,32 @@ def top(
     ] = 2.0,
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     dsn: DSN = None,
+    dsns: DSNS = None,
     as_json: AsJson = False,
 ) -> None:
     """Show queues, workers and rates, live. q quits, any other key refreshes.
 
-    The busiest queues come first; rates are those of the last 5 minutes.
+    The busiest queues come first; rates are those of the last 5 minutes. Of many databases, those
+    that can't be asked are left out, and named in the end.
     """
     if as_json and not once:
         fail(Exit.USAGE, "--json goes with --once")
     if not once and not (out.is_terminal and is_asked()):
         fail(Exit.USAGE, "this is not a terminal: pass --once")
-    with contextlib.suppress(KeyboardInterrupt), session(dsn, as_json=as_json) as on:
+    with contextlib.suppress(KeyboardInterrupt), databases(dsn, dsns, as_json=as_json) as on:
         if once:
             _print_once(on)
             return
         with _keys(), Live(console=out, screen=True, auto_refresh=False) as live:
             while True:
                 begun = time.monotonic()
-                queues, workers = on.call(sql.TOP_QUEUES), on.call(sql.WORKERS)
+                queues, workers = _ask(on)
                 took = time.monotonic() - begun
                 until = time.monotonic() + max(interval, PATIENCE * took)
                 while True:
                     size = out.size
-                    live.update(_picture(queues, workers, height=size.height), refresh=True)
+                    picture = _picture(queues, workers, missing=on.missing, height=size.height)
+                    live.update(picture, refresh=True)
                     key = _wait(until, size)
                     if key is not None:
                         break
@@ -93,13 +99,22 @@ def top(
                     return
 
 
-def _print_once(on: Session) -> None:
-    queues, workers = on.call(sql.TOP_QUEUES), on.call(sql.WORKERS)
+def _ask(on: Databases) -> tuple[Rows, Rows]:
+    """Return the queues, the busiest first, and the workers."""
+    found = on.ask(lambda each: (each.call(sql.TOP_QUEUES), each.call(sql.WORKERS)))
+    queues = named({name: rows for name, (rows, _) in found.items()})
+    work = [row["running"] + row["ready"] for row in queues.values]
+    busiest = sorted(range(len(work)), key=lambda at: -work[at])
+    return queues.pick(busiest), named({name: rows for name, (_, rows) in found.items()})
+
+
+def _print_once(on: Databases) -> None:
+    queues, workers = _ask(on)
     if queues.texts is not None and workers.texts is not None:
         parts = (", ".join(each.texts or []) for each in (queues, workers))
         _show.write('{{"queues": [{}], "workers": [{}]}}'.format(*parts))
     else:
-        out.print(_picture(queues, workers))
+        out.print(_picture(queues, workers, missing=on.missing))
 
 
 @contextlib.contextmanager
@@ -129,11 +144,13 @@ def _wait(until: float, size: tuple[int, int]) -> str | None:
     return ""
 
 
-def _picture(queues: Rows, workers: Rows, *, height: int | None = None) -> Group:
+def _picture(queues: Rows, workers: Rows, *, missing: int, height: int | None = None) -> Group:
     alive = sum(row["is_alive"] for row in workers.values)
     ready, running = (sum(row[key] for row in queues.values) for key in ("ready", "running"))
     rate = float(sum(row["per_second"] for row in queues.values))
     head = f"{ready} ready, {running} running, {rate:.3g} done/s, workers: {alive}"
+    if missing:
+        head += f", {_show.count(missing, 'database')} missing"
     # zeros are blank, and a column of zeros is left out
     busy = [
         row | {key: row[key] or None for key in ("per_second", *LEAST)} for row in queues.values

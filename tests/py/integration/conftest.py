@@ -14,9 +14,12 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 import typer.testing
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
 from psycopg.rows import dict_row
 
 from pgdefer import App
+from pgdefer.database.embedded import EmbeddedServer
 from support import url_of
 from workers import running as running
 from workers import until as until
@@ -127,3 +130,43 @@ class Program:
         for process in self._started:
             process.kill()
             process.communicate()
+
+
+class Tenants:
+    """Databases of the tests' server, each with the queue installed."""
+
+    def __init__(self, server: EmbeddedServer) -> None:
+        self.server = server
+        self._names: list[str] = []
+
+    def new(self, name: str, *, template: str = "pgdefer_base") -> str:
+        with psycopg.connect(self.server.dsn("postgres"), autocommit=True) as connection:
+            connection.execute(
+                sql.SQL("create database {} template {}").format(
+                    sql.Identifier(name), sql.Identifier(template)
+                )
+            )
+        self._names.append(name)
+        return self.dsn(name)
+
+    def dsn(self, name: str) -> str:
+        return make_conninfo(self.server.dsn(name))
+
+    def close(self) -> None:
+        with psycopg.connect(self.server.dsn("postgres"), autocommit=True) as connection:
+            for name in self._names:
+                connection.execute(
+                    sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name))
+                )
+
+
+@pytest.fixture
+def tenants(server: EmbeddedServer, dsn: str) -> Iterator[Tenants]:
+    found = Tenants(server)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def dsns(tenants: Tenants) -> list[str]:
+    return [tenants.new(f"tenant_{letter}") for letter in "abc"]

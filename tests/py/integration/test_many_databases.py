@@ -15,19 +15,17 @@ import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
-from psycopg import sql
 from psycopg.conninfo import make_conninfo
 
 from pgdefer import App, JobEvent, MultiWorker, PgDeferError, current_job
 from pgdefer.cli import Exit
 from pgdefer.database.connection import ConnectionLost
-from pgdefer.database.embedded import EmbeddedServer
 from pgdefer.database.sql import FETCH, Statement
 from pgdefer.worker import turnstile
 from pgdefer.worker.heartbeat import Heartbeat
@@ -35,49 +33,9 @@ from pgdefer.worker.listener import OnlyConnection
 from pgdefer.worker.shared_slots import DatabaseSlots, SharedSlots
 from support import install
 
-from .conftest import until
+from .conftest import Tenants, until
 
 pytestmark = pytest.mark.client
-
-
-class Tenants:
-    """Databases of the tests' server, each with the queue installed."""
-
-    def __init__(self, server: EmbeddedServer) -> None:
-        self.server = server
-        self._names: list[str] = []
-
-    def new(self, name: str, *, template: str = "pgdefer_base") -> str:
-        with psycopg.connect(self.server.dsn("postgres"), autocommit=True) as connection:
-            connection.execute(
-                sql.SQL("create database {} template {}").format(
-                    sql.Identifier(name), sql.Identifier(template)
-                )
-            )
-        self._names.append(name)
-        return self.dsn(name)
-
-    def dsn(self, name: str) -> str:
-        return make_conninfo(self.server.dsn(name))
-
-    def close(self) -> None:
-        with psycopg.connect(self.server.dsn("postgres"), autocommit=True) as connection:
-            for name in self._names:
-                connection.execute(
-                    sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name))
-                )
-
-
-@pytest.fixture
-def tenants(server: EmbeddedServer, dsn: str) -> Iterator[Tenants]:
-    found = Tenants(server)
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def dsns(tenants: Tenants) -> list[str]:
-    return [tenants.new(f"tenant_{letter}") for letter in "abc"]
 
 
 def name_of(dsn: str) -> str:
