@@ -21,8 +21,7 @@ import random
 import select
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import psycopg
@@ -33,16 +32,14 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from pgdefer.database.embedded import EmbeddedServer
 from pgdefer.database.install import install
 
-from .kept import keep_tables
+from . import storms
 from .machines import matches
+from .storms import PATIENCE, Connection
 
-Connection = psycopg.Connection[Any]
 NEVER = float("inf")
 FREEZE = 3.0  # s
 PRODUCERS, WORKERS = 3, 4
 DEAD_AFTER = 1.0
-ENOUGH = 100  # claims
-PATIENCE = 300  # s; a fault may take this long
 BACKLOG = 200  # unfinished jobs, at which producers wait
 MAX_RUNNING = 2
 RATE, PER = 5, 0.25
@@ -91,11 +88,11 @@ class Job:
     claims: list[Claim] = dataclasses.field(default_factory=list)
 
 
-class Ledger:
+class Ledger(storms.Ledger):
     """Records of calls and answers; nothing in it comes from the tables."""
 
     def __init__(self) -> None:
-        self.mutex = threading.Lock()
+        super().__init__()
         self.notes: list[tuple[Any, ...]] = []
         self.jobs: dict[int, Job] = {}
         self.rolled_back: set[int] = set()  # ids
@@ -103,16 +100,16 @@ class Ledger:
         self.claims: list[Claim] = []
         self.pauses: list[tuple[float, float, str]] = []
         self.effects: set[tuple[int, int]] = set()
-        self.faults: list[str] = []
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.slowest = 0.0
 
     def note(self, *what: Any) -> None:
         self.notes.append((time.time(), threading.current_thread().name, *what))
 
     def fault(self, text: str) -> None:
         self.note("fault", text)
-        self.faults.append(text)
+        super().fault(text)
+
+    def lines(self) -> Iterable[str]:
+        return [json.dumps(note, default=str) for note in list(self.notes)]
 
     def claimed(self, claims: list[Claim]) -> None:
         with self.mutex:
@@ -223,84 +220,44 @@ class Judge:
         self.ledger.counts["rated"] = len(starts)
 
 
-class Storm:
+class Storm(storms.Storm):
+    ledger: Ledger
+
     def __init__(self, dsn: str, seed: int, seconds: float) -> None:
-        self.dsn = dsn
-        self.seed = seed
-        self.seconds = seconds
-        self.ledger = Ledger()
-        self.started = time.monotonic()
+        super().__init__(dsn, seed, seconds, Ledger())
         self.serials = itertools.count(1)
         self.rated = 0
         self.prepared: list[tuple[float, str, bool, list[Job], list[int]]] = []
-        self.is_over = threading.Event()  # no more jobs are deferred or operated on
-        self.is_drained = threading.Event()
 
-    def connect(self, role: str) -> Connection:
-        return psycopg.connect(
-            make_conninfo(self.dsn, user=role), autocommit=True, prepare_threshold=0
-        )
-
-    def run(self) -> Ledger:
+    def run(self) -> None:
         with self.connect("storm_owner") as owner:
             for queue, options in {
                 "a.limited": {"max_running": MAX_RUNNING},
                 "b.rated": {"rate": {"limit": RATE, "per": PER}},
             }.items():
                 owner.execute("select queue.configure_queue(%s, %s)", (queue, json.dumps(options)))
-            first = [self.thread("web", self.produce, n) for n in range(PRODUCERS)]
-            first += [self.thread("oncall", self.operate, 0)]
-            concluding = self.thread("web", self.conclude, 0)
-            others = [self.thread("hand", self.work, n) for n in range(WORKERS)]
+            first = [self.start(self.produce, n, "web") for n in range(PRODUCERS)]
+            first += [self.start(self.operate, 0, "oncall")]
+            concluding = self.start(self.conclude, 0, "web")
+            others = [self.start(self.work, n, "hand") for n in range(WORKERS)]
             others += [
-                self.thread("hand", self.freeze_unread, 0),
-                self.thread("hand", self.idle, 0),
+                self.start(client, 0, "hand")
+                for client in (self.freeze_unread, self.idle, self.tick)
             ]
-            others += [self.thread("hand", self.tick, 0), self.thread("storm_owner", self.check, 0)]
+            others += [self.start(self.watch, 0, "storm_owner")]
             for thread in first:
                 thread.join()
             self.is_over.set()
             concluding.join()
-            drained = time.monotonic()
-            self.drain(owner)
-            self.ledger.counts["seconds of draining"] = round(time.monotonic() - drained)
-            self.is_drained.set()
-            for thread in others:
-                thread.join(FREEZE + PATIENCE)
-                if thread.is_alive():
-                    self.ledger.fault(f"{thread.name} hangs")
+            self.end(owner, others)
             if not self.ledger.faults:
                 Judge(self.ledger).judge()
                 self.inspect(owner)
-        return self.ledger
-
-    def thread(
-        self, role: str, target: Callable[[Connection, random.Random, int], None], n: int
-    ) -> threading.Thread:
-        def run() -> None:
-            try:
-                with contextlib.closing(self.connect(role)) as conn:
-                    target(conn, random.Random(f"{self.seed} {target.__name__} {n}"), n)
-            except BaseException as error:
-                self.ledger.fault(f"{target.__name__} {n}: {type(error).__name__}: {error}")
-                self.is_over.set()
-
-        thread = threading.Thread(target=run, name=f"{target.__name__} {n}", daemon=True)
-        thread.start()
-        return thread
 
     def call(self, conn: Connection, query: str, *arguments: Any) -> list[Any]:
-        sent = time.time()
-        rows = conn.execute(query, arguments).fetchall()
-        self.ledger.slowest = max(self.ledger.slowest, time.time() - sent)
-        return rows
+        return conn.execute(query, arguments).fetchall()
 
     # Producers
-
-    def goes_on(self, end: float) -> bool:
-        """Until the time is over; on a slow machine longer, until enough has been claimed."""
-        late = time.monotonic() - end
-        return late < 0 or (late < PATIENCE and self.ledger.counts["claims"] <= ENOUGH)
 
     def produce(self, conn: Connection, r: random.Random, n: int) -> None:
         end = time.monotonic() + self.seconds
@@ -584,7 +541,7 @@ class Storm:
         while not self.is_drained.wait(0.1):
             self.call(conn, "select * from queue.tick()")
 
-    def check(self, conn: Connection, r: random.Random, n: int) -> None:
+    def watch(self, conn: Connection, r: random.Random, n: int) -> None:
         while not self.is_drained.wait(0.5):
             if found := self.call(conn, "select * from queue.check()"):
                 self.ledger.fault(f"check: {found[:10]}")
@@ -1000,31 +957,11 @@ def owned(blank_dsn: str, server: EmbeddedServer) -> Iterator[str]:
             )
 
 
-def dump(dsn: str, ledger: Ledger, name: str) -> Path:
-    """Write the ledger and all tables of the queue into a folder."""
-    folder = keep_tables(dsn, name)
-    with (folder / "ledger.jsonl").open("w") as file:
-        file.writelines(json.dumps(note, default=str) + "\n" for note in list(ledger.notes))
-    return folder
-
-
-def storm(dsn: str, seed: int, seconds: float) -> None:
-    ledger = Storm(dsn, seed, seconds).run()
-    print(f"seed {seed}: slowest call {ledger.slowest:.2f} s,", dict(ledger.counts))
-    if ledger.faults:
-        folder = dump(dsn, ledger, str(seed))
-        faults = "\n".join(ledger.faults[:20])
-        pytest.fail(
-            f"seed {seed}, ledger and tables in {folder}: {len(ledger.faults)} faults\n{faults}"
-        )
-    assert ledger.counts["claims"] > ENOUGH
-
-
 def test_ledger_storm(owned: str) -> None:
-    storm(owned, 1, 8)
+    Storm(owned, 1, 8).check()
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_long_ledger_storm(owned: str, seed: int) -> None:
-    storm(owned, seed, 90)
+    Storm(owned, seed, 90).check()

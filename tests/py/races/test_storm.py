@@ -17,28 +17,26 @@ import random
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import psycopg
 import pytest
 
-from .kept import keep_tables
+from . import storms
+from .machines import matches
+from .storms import PATIENCE, Connection
 
 pytestmark = pytest.mark.long
 
 WORKERS = 8
 PRODUCERS = 4
 DEAD_AFTER = 1.0
-ENOUGH = 100  # claims
-PATIENCE = 300  # s; a fault may take this long
 LIMIT = 3
 MAX_RUNNING = 2
 RATE, PER = 5, 0.25
 QUEUES = ["a", "b", "a.limited", "b.rated"]
 LOCKS = {f"{mode} {n}": mode for mode in ("ordered", "mutex", "mixed") for n in range(3)}
-Connection = psycopg.Connection[Any]
 
 
 @contextlib.contextmanager
@@ -73,20 +71,18 @@ class Job:
     dead_at: float = float("inf")  # its worker has crashed: from then on its claim may be taken
 
 
-class Ledger:
+class Ledger(storms.Ledger):
     """What may be and what must not be, as far as is known outside the database."""
 
     def __init__(self) -> None:
-        self.mutex = threading.Lock()
+        super().__init__()
         self.jobs: dict[int, Job] = {}
         self.by_lock: dict[str, list[Job]] = collections.defaultdict(list)
         self.running: set[int] = set()
         self.paused: dict[str, float] = {}
-        self.faults: list[str] = []
-        self.counts: collections.Counter[str] = collections.Counter()
 
-    def fault(self, text: str) -> None:
-        self.faults.append(text)
+    def lines(self) -> Iterable[str]:
+        return [repr(job) for _, job in sorted(self.jobs.items())]
 
     def commit(self, jobs: list[Job]) -> None:
         now = time.time()
@@ -190,18 +186,14 @@ class Ledger:
                 self.jobs[id].crashes += 1
 
 
-class Storm:
-    def __init__(self, dsn: str, seed: int, seconds: float) -> None:
-        self.dsn = dsn
-        self.seed = seed
-        self.seconds = seconds
-        self.ledger = Ledger()
-        self.started = time.monotonic()
-        self.rated = 0  # jobs deferred to b.rated
-        self.is_over = threading.Event()  # no more jobs are deferred
-        self.is_drained = threading.Event()
+class Storm(storms.Storm):
+    ledger: Ledger
 
-    def run(self) -> Ledger:
+    def __init__(self, dsn: str, seed: int, seconds: float = 6) -> None:
+        super().__init__(dsn, seed, seconds, Ledger())
+        self.rated = 0  # jobs deferred to b.rated
+
+    def run(self) -> None:
         with self.connect() as conn:
             conn.execute(
                 "select queue.configure_queue('a.limited', %s)",
@@ -211,47 +203,16 @@ class Storm:
                 "select queue.configure_queue('b.rated', %s)",
                 (json.dumps({"rate": {"limit": RATE, "per": PER}}),),
             )
-            producers = [self.thread(self.produce, n) for n in range(PRODUCERS)]
-            others = [self.thread(self.work, n) for n in range(WORKERS)]
-            others += [self.thread(self.operate, 0), self.thread(self.tick, 0)]
+            producers = [self.start(self.produce, n) for n in range(PRODUCERS)]
+            others = [self.start(self.work, n) for n in range(WORKERS)]
+            others += [self.start(self.operate, 0), self.start(self.tick, 0)]
             for thread in producers:
                 thread.join()
             self.is_over.set()
-            drained = time.monotonic()
-            self.drain(conn)
-            self.ledger.counts["seconds of draining"] = round(time.monotonic() - drained)
-            self.is_drained.set()
-            for thread in others:
-                thread.join(PATIENCE)
-                if thread.is_alive():
-                    self.ledger.fault(f"{thread.name} hangs")
+            self.end(conn, others)
             self.inspect(conn)
-        return self.ledger
-
-    def connect(self) -> Connection:
-        return psycopg.connect(self.dsn, autocommit=True, prepare_threshold=0)
-
-    def thread(
-        self, target: Callable[[Connection, random.Random, int], None], n: int
-    ) -> threading.Thread:
-        def run() -> None:
-            try:
-                with self.connect() as conn:
-                    target(conn, random.Random(f"{self.seed} {target.__name__} {n}"), n)
-            except BaseException as error:
-                self.ledger.fault(f"{target.__name__} {n}: {type(error).__name__}: {error}")
-                self.is_over.set()
-
-        thread = threading.Thread(target=run, name=f"{target.__name__} {n}", daemon=True)
-        thread.start()
-        return thread
 
     # Producers
-
-    def goes_on(self, end: float) -> bool:
-        """Until the time is over; on a slow machine longer, until enough has been claimed."""
-        late = time.monotonic() - end
-        return late < 0 or (late < PATIENCE and self.ledger.counts["claims"] <= ENOUGH)
 
     def produce(self, conn: Connection, r: random.Random, n: int) -> None:
         end = time.monotonic() + self.seconds
@@ -387,11 +348,7 @@ class Storm:
             kind = r.random()
             if kind < 0.15:
                 pattern = r.choice(["a", "b", "a*", "b.*", "*"])
-                covered = [
-                    q
-                    for q in QUEUES
-                    if q == pattern or (pattern[-1] == "*" and q.startswith(pattern[:-1]))
-                ]
+                covered = [queue for queue in QUEUES if matches(queue, pattern)]
                 self.call(conn, "select queue.pause(%s)", (pattern,))
                 with ledger.mutex:
                     ledger.paused |= dict.fromkeys(covered, time.time())
@@ -664,21 +621,12 @@ class Storm:
         ledger.counts["rated"] = len(rated)
 
 
-def keep(dsn: str, seed: int, ledger: Ledger) -> Path:
-    """Write every table and the ledger to a folder, to analyse failures."""
-    folder = keep_tables(dsn, str(seed))
-    (folder / "faults.txt").write_text("\n".join(ledger.faults), "utf-8")
-    jobs = [repr(job) for _, job in sorted(ledger.jobs.items())]
-    (folder / "ledger.txt").write_text("\n".join(jobs), "utf-8")
-    return folder
-
-
 def test_a_storm_keeps_what_it_fails_with(dsn: str) -> None:
-    ledger = Ledger()
-    ledger.fault("made up")
-    with psycopg.connect(dsn, autocommit=True) as connection:
+    storm = Storm(dsn, 0)
+    storm.ledger.fault("made up")
+    with storm.connect() as connection:
         connection.execute("select queue.defer('t')")
-    folder = keep(dsn, 0, ledger)
+    folder = storm.keep()
     try:
         assert "made up" in (folder / "faults.txt").read_text("utf-8")
         assert len((folder / "log.csv").read_text("utf-8").splitlines()) == 2
@@ -686,26 +634,17 @@ def test_a_storm_keeps_what_it_fails_with(dsn: str) -> None:
         shutil.rmtree(folder)
 
 
-def storm(dsn: str, seed: int, seconds: float) -> None:
-    ledger = Storm(dsn, seed, seconds).run()
-    print(f"seed {seed}:", dict(ledger.counts))
-    if ledger.faults:
-        kept = keep(dsn, seed, ledger)
-        pytest.fail(f"seed {seed}, kept in {kept}: " + "\n".join(ledger.faults[:20]))
-    assert ledger.counts["claims"] > ENOUGH
-
-
 def test_storm(dsn: str) -> None:
-    storm(dsn, 1, 6)
+    Storm(dsn, 1).check()
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(12, 212))
 def test_two_hundred_storms(dsn: str, seed: int) -> None:
-    storm(dsn, seed, 6)
+    Storm(dsn, seed).check()
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_long_storm(dsn: str, seed: int) -> None:
-    storm(dsn, seed, 60)
+    Storm(dsn, seed, 60).check()
