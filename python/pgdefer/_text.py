@@ -1,4 +1,4 @@
-"""Escapes foreign text, for a log or a terminal.
+"""Texts for a log, a terminal or a page: foreign ones are escaped.
 
 Tests: unit/test_log.py.
 """
@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 __all__ = [
+    "count_of",
     "database_in_logs",
     "escaped",
     "full_type_name",
@@ -40,6 +41,11 @@ _CONTROL = re.compile(
 def escaped(text: str) -> str:
     """Return a text with control characters escaped, so that it is one line."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return `1 job`, `2 jobs`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def type_name(value: object) -> str:

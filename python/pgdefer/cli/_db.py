@@ -107,7 +107,7 @@ def reap(dsn: DSN = None, as_json: AsJson = False) -> None:
 
 
 def _reaped(row: Mapping[str, Any]) -> str:
-    said = f"{_show.count(row['reaped'], 'claim')} ended"
+    said = f"{_show.count_of(row['reaped'], 'claim')} ended"
     if row["next_expiry"] is not None:
         said += f"\nthe next may be dead at {_show.moment(row['next_expiry'])}"
     return said
@@ -157,4 +157,4 @@ def prune(
                 break
     row = {"jobs": jobs}
     rows = Rows([row], [json.dumps(row)] if as_json else None)
-    _show.answer(rows, lambda row: f"{_show.count(row['jobs'], 'job')} removed")
+    _show.answer(rows, lambda row: f"{_show.count_of(row['jobs'], 'job')} removed")

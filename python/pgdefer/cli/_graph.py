@@ -203,7 +203,7 @@ def listing(found: Graph) -> list[Text]:
     lines = []
     for step in range(1, max(steps.values()) + 1):
         there = [node for node in order if steps[node.id] == step]
-        lines.append(Text(f"step {step}: {_show.count(len(there), 'job')}", style="bold"))
+        lines.append(Text(f"step {step}: {_show.count_of(len(there), 'job')}", style="bold"))
         for node in sorted(there, key=lambda node: node.id):
             line = Text("  ").append_text(_label(node))
             if node.needs:

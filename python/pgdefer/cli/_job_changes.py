@@ -297,7 +297,7 @@ def args(
 
 
 def _count(ids: Sequence[int]) -> str:
-    return f"job {ids[0]}" if len(ids) == 1 else _show.count(len(ids), "job")
+    return f"job {ids[0]}" if len(ids) == 1 else _show.count_of(len(ids), "job")
 
 
 def _change(

@@ -163,7 +163,7 @@ def _show_jobs(rows: Rows, what: str, done: str = "") -> None:
     if rows.texts is not None:
         _show.print_json(rows.texts)
     else:
-        count = _show.count(rows.values[0]["jobs"], "job")
+        count = _show.count_of(rows.values[0]["jobs"], "job")
         out.print(f"{done}{count} {what}", markup=False, highlight=False)
 
 

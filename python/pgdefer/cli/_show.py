@@ -24,6 +24,7 @@ from pgdefer.codec import TAG
 
 from ._base import REFUSALS, Exit, Number, Rows, err, fail, out
 
+count_of = _text.count_of
 escaped = _text.escaped
 
 CUT = 200
@@ -52,11 +53,6 @@ def short(text: str, length: int = CUT) -> str:
     if len(text) <= length:
         return text
     return f"{text[:length]}… <{len(text.encode('utf-8', 'surrogatepass'))} bytes>"
-
-
-def count(number: int, noun: str) -> str:
-    """Return `1 job`, `2 jobs`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def moment(value: dt.datetime, form: str = "%Y-%m-%d %H:%M:%S") -> str:

@@ -35,6 +35,7 @@ __all__ = [
     "CallersConnection",
     "Rows",
     "check_given",
+    "driver_of",
     "is_django",
     "is_pool",
     "is_sqlalchemy",
@@ -107,6 +108,12 @@ def _is_of(connection: object, modules: Sequence[str], names: Sequence[str]) -> 
 def is_sqlalchemy(connection: object, *names: str) -> bool:
     """Whether it is an instance of one of these SQLAlchemy classes."""
     return _is_of(connection, ("sqlalchemy", "sqlalchemy.orm", "sqlalchemy.ext.asyncio"), names)
+
+
+def driver_of(connection: Any) -> Any:
+    """Return the driver's connection of an SQLAlchemy connection, None if it has none."""
+    connection = getattr(connection, "sync_connection", connection)
+    return getattr(getattr(connection, "connection", None), "driver_connection", None)
 
 
 def is_django(connection: object) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, Self, TypeVar, cast
 import psycopg
 from psycopg.pq import TransactionStatus
 
+from pgdefer.database import callers
 from pgdefer.database.callers import CallersConnection, is_sqlalchemy
 
 __all__ = [
@@ -51,11 +52,9 @@ def driver_of(connection: CallersConnection) -> Any:
     if isinstance(connection, psycopg.Connection | psycopg.AsyncConnection):
         return connection
     found: Any = connection
-    if is_asynchronous(connection):
-        found = getattr(found, "sync_connection", None)
-    elif is_sqlalchemy(connection, "Session", "scoped_session"):
+    if is_sqlalchemy(connection, "Session", "scoped_session"):
         found = found.connection()
-    return getattr(getattr(found, "connection", None), "driver_connection", None)
+    return callers.driver_of(found)
 
 
 def check_in_transaction(connection: CallersConnection) -> None:

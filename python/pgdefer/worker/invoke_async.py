@@ -14,7 +14,7 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from pgdefer._text import logger
-from pgdefer.database.callers import AnyAsyncConnection, is_django
+from pgdefer.database.callers import AnyAsyncConnection, driver_of, is_django
 from pgdefer.database.execute_async import execute_async
 from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.pool import AsyncPool
@@ -30,7 +30,6 @@ from pgdefer.worker.transaction import (
     check_has_run,
     check_may_begin,
     closed_if_busy,
-    driver_of,
     gives_back_if_late,
     last_statements,
     losses_told_apart,

@@ -31,7 +31,6 @@ __all__ = [
     "check_has_run",
     "check_may_begin",
     "closed_if_busy",
-    "driver_of",
     "gives_back_if_late",
     "last_statements",
     "losses_told_apart",
@@ -105,12 +104,6 @@ def settled_by(result: object, rows: Rows) -> outcomes.Settled:
     if isinstance(result, RetryLater):
         return outcomes.Settled("yielded", rows[0][0], result.message)
     return outcomes.SUCCEEDED
-
-
-def driver_of(connection: Any) -> Any:
-    """Return the driver's connection of an SQLAlchemy connection."""
-    connection = getattr(connection, "sync_connection", connection)
-    return connection.connection.driver_connection
 
 
 @contextlib.contextmanager

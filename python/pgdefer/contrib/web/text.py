@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["count_of", "cut", "jobs_in", "moment", "plain"]
+__all__ = ["cut", "jobs_in", "moment", "plain"]
 
 # Control characters, and those that change the direction or hide what follows.
 HIDDEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
@@ -28,11 +28,6 @@ def cut(value: Any, size: int) -> str:
     """Return at most so many characters of a text, and say so if there are more."""
     text = plain(value)
     return text if len(text) <= size else f"{text[:size]}\n… (cut)"
-
-
-def count_of(number: int, noun: str) -> str:
-    """Return `1 job`, `2 jobs`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def jobs_in(text: str) -> list[tuple[str, str]]:

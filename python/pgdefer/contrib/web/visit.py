@@ -15,6 +15,8 @@ import jinja2
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
+from pgdefer._text import count_of
+
 from . import queries, text
 from .database import Reader
 from .figures import Figures
@@ -44,7 +46,7 @@ templates = jinja2.Environment(
     lstrip_blocks=True,
 )
 templates.filters |= {"plain": text.plain, "cut": text.cut, "moment": text.moment}
-templates.filters |= {"jobs_in": text.jobs_in, "count_of": text.count_of}
+templates.filters |= {"jobs_in": text.jobs_in, "count_of": count_of}
 
 
 class BadRequest(Exception):  # noqa: N818 (what it says)
