@@ -155,7 +155,7 @@ begin
   perform queue._repair_replacing();
   perform queue._mark_idle_lanes();
   perform queue._forget_semaphores();
-  perform queue._forget_worker_claims();
+  perform queue._forget_claims_of_gone_workers();
 end $$;
 
 -- When something is due that no commit announces: a schedule, a lease, a recurring run. now() if jobs are

@@ -62,7 +62,7 @@ end $$;
 
 -- Forgets the claims of workers that are gone.
 -- Locks: the caller holds the admission lock.
-create or replace function queue._forget_worker_claims()
+create or replace function queue._forget_claims_of_gone_workers()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   delete from queue.worker_claim c

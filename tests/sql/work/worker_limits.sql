@@ -64,7 +64,7 @@ select is_empty('select * from queue.check()', 'in order');
 -- A worker that has gone
 select queue.deregister_worker(:v);
 delete from queue.worker w where w.id = :v;
-select queue._forget_worker_claims();
+select queue._forget_claims_of_gone_workers();
 select is((select count(*) from queue.worker_claim c where c.worker_id = :v), 0::bigint, 'nothing is left of it');
 
 -- Bad input
