@@ -8,8 +8,10 @@
 --
 -- Lock order of the whole package, each class once and sorted:
 --   own claimed rows of queue.active_job  <  the admission lock (queue.admission)  <  everything else.
--- Calls of operators take rows of queue.queueing_lock between these two (operate/lock_jobs.sql); a heartbeat
--- and deregister_worker take the worker's own row before all.
+-- Calls of operators also take rows of queue.finished and queue.queueing_lock before the admission lock
+-- (operate/lock_jobs.sql); heartbeat, deregister_worker and worker_died take the worker's row before all.
+-- A function whose caller holds the admission lock says which rows its own statements lock, if any; what it
+-- calls says the same of itself.
 -- The holder of the admission lock never waits for a row of queue.active_job (it uses SKIP LOCKED), so a
 -- process that holds claimed rows may safely wait for the admission lock. The tables of tables/admit and of
 -- tables/recur are written only under the admission lock, by one process at a time, so there are no races

@@ -124,7 +124,7 @@ end $$;
 
 -- Puts jobs that were taken out into their final state. _advance tells their locks and dependents, by
 -- p_ended.
--- Locks: the caller holds the admission lock.
+-- Locks: the caller holds the admission lock and the jobs' rows of queue.queueing_lock.
 create or replace function queue._finish_unclaimed(p_ids bigint[], p_state text, p_reason text, p_error text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -150,6 +150,9 @@ begin
 end $$;
 
 -- Cleans up after jobs that have finished: leases, aborts, queueing locks, retention.
+-- Locks: rows of queue.abort by skip locked; the jobs' rows of queue.queueing_lock, which the caller holds
+-- unless the jobs ran: then only a call that is about to be refused has one, as no job starts that is being
+-- replaced.
 create or replace function queue._clean_up(p_ids bigint[], p_flags smallint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare

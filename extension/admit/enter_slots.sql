@@ -86,7 +86,7 @@ end $$;
 -- each line does not fit.
 -- p_by_turns: shares take turns at slots for which no job waits yet, and the jobs that get them count as
 -- turns in the line that begins.
--- Locks: the caller holds the admission lock.
+-- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
 -- With a function of its own for the loop, 50 jobs with a key take 0.1 % more instructions.
 -- In one piece: the loop shares its arrays, so that function would take 11 arguments and return 9.
 create or replace function queue._take_slots(

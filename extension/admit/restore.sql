@@ -3,8 +3,8 @@
 -- Begins a new era if one is due, and after a restore into another cluster admits again the jobs whose stored
 -- transaction ids are no longer valid.
 -- Locks: if a new era is due, the admission lock, waited for: the caller holds nothing. Then the row of
--- queue.installation, which no other session locks for long. For why no number of an ended era is used again
--- see _ensure_era.
+-- queue.installation, which only a transaction with queue.configure keeps locked. For why no number of an
+-- ended era is used again see _ensure_era.
 create or replace function queue._check_era()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare

@@ -3,8 +3,8 @@
 -- Why no wake-up is lost: _advance sends on the jobs that a call releases, by a slot, a turn or a need, and
 -- each call that may leave one ready ends with _announce.
 
--- Locks: the job's row of queue.active_job, waited for, but not for a transaction that has finished a step: a
--- job can be told to stop meanwhile; the admission lock, waited for.
+-- Locks: those of _lock_for_change, which does not wait for a transaction that has finished a step: a job can
+-- be told to stop meanwhile.
 -- Raises: QJ001, QJ003 (finished, or running without abort), QJ008.
 create or replace function queue.cancel(id bigint, abort boolean default false)
 returns text language plpgsql volatile parallel unsafe security definer
@@ -49,8 +49,7 @@ comment on function queue.cancel(bigint, boolean) is
   'Cancels a job that has not started and returns cancelled. If the job is running, abort tells its'
     ' worker to stop it, and the function returns running.';
 
--- Locks: the job's row of queue.active_job, waited for; the admission lock, waited for.
--- Raises: QJ001, QJ003 (running or finished), QJ008.
+-- Locks: those of _lock_for_change. Raises: QJ001, QJ003 (running or finished), QJ008.
 create or replace function queue.hold(id bigint)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$

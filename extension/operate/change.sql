@@ -115,8 +115,7 @@ comment on function queue.set_deadline(bigint[], timestamptz) is
     ' An earlier deadline spreads to the jobs that a job needs; a later one does not undo this. Returns a row'
     ' for each id: its state in outcome, or an error.';
 
--- Locks: the job's row of queue.active_job, waited for; the admission lock, waited for.
--- Raises: 22023, QJ001, QJ003 (running or finished), QJ008.
+-- Locks: those of _lock_for_change. Raises: 22023, QJ001, QJ003 (running or finished), QJ008.
 create or replace function queue.reschedule(id bigint, at timestamptz default null)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$

@@ -62,7 +62,8 @@ end $$;
 
 -- Runs the schedules in the rows, until p_budget jobs are deferred; looked_at: how many rows it reached.
 -- It writes plain jobs and all records at the end, in one statement each.
--- Locks: the caller holds the admission lock. Queueing locks are waited for 5 ms, then the run is postponed.
+-- Locks: the caller holds the admission lock. Keys (queueing locks, idempotency keys) that other transactions
+-- have taken are waited for 5 ms, then the run is postponed.
 -- In one piece: a version with a call for each schedule took 28 % longer for 1,000 due ones.
 create or replace function queue._run_schedules(
   p_rows tid[], p_now timestamptz, p_budget integer, out looked_at integer, out runs integer,

@@ -48,9 +48,9 @@ comment on function queue.attempt_outcome(bigint, bigint) is
 -- live worker whose process ran only this job and died. A run that ends by waiting clears the count of
 -- crashes, as a job that lives for months may crash now and then. Changes for a retry (queue, priority, lock)
 -- are handed over, not written here: settling first releases what the claim held under the old names.
--- Locks: the claim's row of queue.active_job, which protects the job's row of queue.job_override; with
--- p_settle also the admission lock, by try; for an unknown task those of _leave_line. Why no wake-up is lost:
--- the claim is settled, here or by the next admission.
+-- Locks: the claim's row of queue.active_job, which protects the job's row of queue.job_override; if the job
+-- has ended, those of _clean_up; with p_settle also the admission lock, by try; for an unknown task those of
+-- _leave_line. Why no wake-up is lost: the claim is settled, here or by the next admission.
 -- Raises: QJ001, QJ002, QJ005; the outcome has been checked.
 create or replace function queue._end_attempt(p_outcome jsonb, p_id bigint, p_claim bigint, p_settle boolean)
 returns text language plpgsql volatile parallel unsafe security invoker as $$

@@ -6,7 +6,7 @@
 -- if the admission lock is already held (p_has_lock). If the last fetch left no job ready (the hint was_dry),
 -- one that asks for many claims them as it admits them (work/claim_slice.sql). This function handles the most
 -- common case, one plain lane with enough jobs; the rest is left to _claim_loop.
--- Locks: the admission lock by try; rows of queue.active_job by skip locked; the admission lock by try.
+-- Locks: the admission lock by try; rows of queue.active_job by skip locked; then as _claim_loop.
 -- For why claims rise, and come after the jobs that they follow, see _claim_plain.
 -- In one piece: with a function that claims one job, defer, fetch and succeed of it cost 1.1 % more.
 create or replace function queue._claim_one_lane(

@@ -3,11 +3,12 @@
 --
 -- Each of them takes the pair (id, claim) and deletes the row of queue.active_job that has both, so a claim
 -- ends exactly once. In the same transaction, the job goes to queue.finished or back to the gates.
--- Locks: the claims' rows of queue.active_job, in the order of ids. finish_many and finish_and_fetch then try
--- the admission lock and settle. succeed, fail, retry_later and release may be part of a handler's own long
--- transaction, so they never take the admission lock: they append a pending settlement.
+-- Locks: the claims' rows of queue.active_job, in the order of ids; for jobs that have ended, those of
+-- _clean_up. finish_many and finish_and_fetch then try the admission lock and settle. succeed, fail,
+-- retry_later and release may be part of a handler's own long transaction, so they never take the admission
+-- lock: they append a pending settlement.
 
--- Locks: the claim's row in queue.active_job. Raises: QJ001, QJ002, QJ008.
+-- Locks: the claim's row of queue.active_job; then those of _clean_up. Raises: QJ001, QJ002, QJ008.
 create or replace function queue.succeed(id bigint, claim bigint, result jsonb default null)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$

@@ -206,9 +206,9 @@ begin
     where s.job_id = p_id and s.name = p_name and s.no = coalesce(p_no, 1) and s.finished_at is not null);
 end $$;
 
--- Keeps a claim from ending before this transaction ends. p_may_end: this transaction may end it; two such
--- transactions wait for each other here, as they would be deadlocked where they end it.
--- Locks: see the top. Raises: QJ001, QJ002.
+-- Keeps a claim from ending before this transaction ends. p_may_end: this transaction may end it.
+-- Locks: see the top; with p_may_end, FOR NO KEY UPDATE: of two such transactions one waits for the other
+-- here, as they would be deadlocked where they end it. Raises: QJ001, QJ002.
 create or replace function queue._lock_claim(p_id bigint, p_claim bigint, p_may_end boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

@@ -2,7 +2,7 @@
 -- them (work/reap.sql). heartbeat also tells it which claims to abort; who asks for that: _notify_abort
 -- (base/notify.sql).
 
--- Locks: none, except as _check_era if a new era is due. Raises: 22023.
+-- Locks: as _check_era, if a new era is due; as _restart_grace, if all workers were silent. Raises: 22023.
 create or replace function queue.register_worker(name text, queues text[] default null,
   info jsonb default '{}')
 returns bigint language plpgsql volatile parallel unsafe security definer
@@ -144,7 +144,7 @@ comment on function queue.deregister_worker(bigint) is
   'Removes the worker; its running jobs go back to ready. Returns their number. It is not an error if the'
     ' worker is already gone.';
 
--- register_worker without the check of rights. Errors: as there. Locks: as there; as _restart_grace.
+-- register_worker without the check of rights. Locks and errors: as there.
 create or replace function queue._register_worker(p_name text, p_queues text[], p_info jsonb)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 declare
