@@ -25,6 +25,7 @@ PAGES = {
     "docs/fastapi.md": f"{HERE}/test_docs_tutorials.py",
     "docs/how-to": f"{HERE}/test_docs_how_to.py",
     "docs/installing.md": f"{HERE}/test_docs_rest.py",
+    "docs/limits.md": f"{HERE}/test_docs_operating.py",
     "docs/many-databases.md": f"{HERE}/test_docs.py",
     "docs/operating.md": f"{HERE}/test_docs_operating.py",
     "docs/page.md": f"{HERE}/test_docs_rest.py",
@@ -39,6 +40,7 @@ PAGES = {
     "docs/tutorial.md": f"{HERE}/test_docs.py",
     "docs/unique.md": f"{HERE}/test_docs_unique.py",
     "docs/upgrading.md": f"{HERE}/test_docs_rest.py",
+    "docs/workers.md": f"{HERE}/test_docs_operating.py",
 }
 BACKUP = "tests/py/compat/test_dump_restore.py does this, with its own folders"
 LOST = "tests/py/races/test_failover_lost.py runs it"

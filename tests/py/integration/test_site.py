@@ -47,7 +47,7 @@ IN_OTHER_WORDS = {
     "how do I change the args of a failed job?": "operating.html",
     "how do I move a job to another queue?": "operating.html",
     "how do I delete old jobs?": "operating.html",
-    "how do I run a worker in kubernetes?": "operating.html",
+    "how do I run a worker in kubernetes?": "workers.html",
     "how many connections does a worker need?": "how-to/production.html",
     "how do I stop all jobs at once?": "how-to/production.html",
     "how do I set up alerts in grafana?": "how-to/production.html",
