@@ -31,8 +31,10 @@ django.setup()
 from django.core.management import call_command
 from django.db import connections
 from django.db.backends.signals import connection_created
+from shop.models import Order
 
 import pgdefer.contrib.django
+from pgdefer.contrib.django.models import Job
 
 # Tests put other tasks in place of these, and put these back.
 importlib.import_module("shop.tasks")
@@ -94,6 +96,21 @@ def shop(server: EmbeddedServer, _migrated: str) -> Iterator[str]:
     with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
         connection.execute("drop database django with (force)")
     assert not broken, f"queue.check() after the test: {broken}"
+
+
+def order(customer: str = "Ann", total: int = 7) -> Order:
+    """Make an order."""
+    return Order.objects.create(customer=customer, total=total)
+
+
+def customers() -> list[str]:
+    """Return the customers of all orders."""
+    return sorted(Order.objects.values_list("customer", flat=True))
+
+
+def states() -> list[str]:
+    """Return the states of all jobs, oldest first."""
+    return [job.state for job in Job.objects.order_by("id")]
 
 
 @pytest.fixture

@@ -36,17 +36,9 @@ from pgdefer.database.embedded import EmbeddedServer
 from pgdefer.errors import NotInstalled
 from support import ROOT, create_database
 
-from .conftest import use
+from .conftest import order, states, use
 
 pytestmark = pytest.mark.client
-
-
-def states() -> list[str]:
-    return [job.state for job in Job.objects.order_by("id")]
-
-
-def order(customer: str = "Ann", total: int = 7) -> Order:
-    return Order.objects.create(customer=customer, total=total)
 
 
 @pytest.mark.parametrize("which", ["proxy", "wrapper"])

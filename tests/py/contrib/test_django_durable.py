@@ -19,17 +19,11 @@ from pgdefer import JobContext, Retry, StepFailed, current_job
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Attempt, Job
 
+from .conftest import customers, order
+
 pytestmark = [pytest.mark.client, pytest.mark.usefixtures("own_tasks")]
 
 SHORT = dt.timedelta(milliseconds=50)
-
-
-def order(customer: str = "Ann") -> Order:
-    return Order.objects.create(customer=customer, total=1)
-
-
-def customers() -> list[str]:
-    return sorted(Order.objects.values_list("customer", flat=True))
 
 
 def until_all_have_ended(app: DjangoApp) -> None:

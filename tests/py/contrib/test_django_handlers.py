@@ -32,17 +32,9 @@ from pgdefer.database.embedded import EmbeddedServer, temporary_server
 from pgdefer.tasks.context import running_job
 from support import create_database, install
 
-from .conftest import PROJECT, environment_of, use
+from .conftest import PROJECT, customers, environment_of, order, states, use
 
 pytestmark = [pytest.mark.client, pytest.mark.usefixtures("own_tasks")]
-
-
-def order(customer: str = "Ann") -> Order:
-    return Order.objects.create(customer=customer, total=1)
-
-
-def states() -> list[str]:
-    return [job.state for job in Job.objects.order_by("id")]
 
 
 def failures() -> list[tuple[str, str | None]]:
@@ -69,7 +61,7 @@ def test_writes_and_outcome_are_one_transaction(app: DjangoApp) -> None:
     jobs = [once.defer(how) for how in ("succeeds", "fails", "later")]
     Worker(app, ["default"], concurrency=3, drain=True).run()
     assert [job.state() for job in jobs] == ["succeeded", "failed", "waiting"]
-    assert sorted(Order.objects.values_list("customer", flat=True)) == ["later", "succeeds"]
+    assert customers() == ["later", "succeeds"]
     assert set(Job.objects.filter(task__startswith="after").values_list("task", flat=True)) == {
         "after succeeds",
         "after later",
@@ -111,7 +103,7 @@ def test_what_fails_after_the_commit_is_logged(
     after.configure(retry=Retry(1)).defer("fails")
     drain()
     assert states() == ["succeeded", "succeeded", "failed"]
-    assert sorted(Order.objects.values_list("customer", flat=True)) == [
+    assert customers() == [
         "later",
         "later",
         "succeeds",

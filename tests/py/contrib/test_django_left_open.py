@@ -19,20 +19,14 @@ from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Job
 from pgdefer.tasks.batch import BatchJob
 
+from .conftest import customers, order
+
 pytestmark = [pytest.mark.client, pytest.mark.usefixtures("own_tasks")]
 
 LOST = (
     "PgDeferError: the handler left a transaction open on the database 'default': "
     "it is rolled back, and may have written"
 )
-
-
-def order(customer: str = "Ann") -> Order:
-    return Order.objects.create(customer=customer, total=1)
-
-
-def customers() -> list[str]:
-    return sorted(Order.objects.values_list("customer", flat=True))
 
 
 def ends() -> list[tuple[str, str | None]]:

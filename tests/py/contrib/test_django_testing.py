@@ -20,11 +20,9 @@ from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.testing import QueueTestCase, TestQueue
 
+from .conftest import order
+
 pytestmark = pytest.mark.client
-
-
-def order(customer: str = "Ann") -> Order:
-    return Order.objects.create(customer=customer, total=7)
 
 
 @pytest.fixture(autouse=True)

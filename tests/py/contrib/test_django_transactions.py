@@ -22,11 +22,9 @@ from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Job
 from pgdefer.testing import CommittedTestQueue, MemoryQueue, QueueTestCase
 
+from .conftest import order
+
 pytestmark = pytest.mark.client
-
-
-def order(customer: str = "Ann") -> Order:
-    return Order.objects.create(customer=customer, total=7)
 
 
 def tasks() -> list[str]:

@@ -31,13 +31,6 @@ Connection = psycopg.Connection[Any]
 HOUR = dt.timedelta(hours=1)
 
 
-@pytest.fixture
-def app(dsn: str) -> Iterator[App]:
-    app = App(dsn)
-    yield app
-    app.close()
-
-
 def about_an_hour(time: dt.timedelta) -> bool:
     return abs(time - HOUR) < dt.timedelta(seconds=1)
 

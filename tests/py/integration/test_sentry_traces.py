@@ -17,13 +17,6 @@ from pgdefer.contrib import sentry
 pytestmark = pytest.mark.client
 
 
-@pytest.fixture
-def app(dsn: str) -> Iterator[App]:
-    app = App(dsn)
-    yield app
-    app.close()
-
-
 Sent = tuple[list[Any], list[Any]]
 
 
