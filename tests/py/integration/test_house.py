@@ -184,3 +184,10 @@ def test_how_it_works_names_no_strange_file() -> None:
     known = {entry.removesuffix(".sql") for entry in files()}
     found = re.findall(r"`((?:base|defer|recur|admit|work|operate|inspect)/\w+)(?:\.sql)?`", text)
     assert set(found) <= known
+
+
+def test_the_glossary_is_in_order() -> None:
+    text = (ROOT / "docs" / "how-it-works.md").read_text("utf-8").partition("## Glossary")[2]
+    words = re.findall(r"(?m)^\| ([^|`]+) \| [^|]+ \| `", text.partition("\n## ")[0])
+    assert len(words) > 50
+    assert words == sorted(words, key=lambda word: word.lower().replace(",", ""))
