@@ -247,7 +247,7 @@ begin
     where w.ctid = any (array(select d.tid from due d where not d.is_mark))
     returning w.id),
   opened as (
-    -- the rates of their keys let more start (_await_rates)
+    -- the rates of their keys let more start (_set_next_starts)
     update queue.waiting w set at = null
     where w.ctid = any (array(select d.tid from due d where d.is_mark))
     returning w.key)

@@ -20,7 +20,7 @@ begin
   v_entries := queue._queue_entries(p_ids);
   if v_entries.all_flags & {{mutex}} <> 0 and exists (select from unnest(v_entries.flags) f
     where f & {{lock}} = {{mutex}}) then
-    v_turns := queue._await_turns(v_entries.ids, v_entries.flags);
+    v_turns := queue._ask_for_slots(v_entries.ids, v_entries.flags);
     if v_turns.asked is not null then
       grown := v_turns.keys || (
         select s.grown from queue._queue_entries(v_turns.asked) a
@@ -151,7 +151,7 @@ begin
   grown := queue._set_slots(v_keys.set_keys, v_keys.set_slots, v_keys.set_ids, v_keys.set_rate_limits,
     v_keys.set_rate_pers);
   if not p_is_refill and exists (select from queue.waiting w where w.reserved is not null) then
-    grown := grown || queue._yield_reserved(p_ids, p_lanes, p_deadlines, p_flags);
+    grown := grown || queue._pass_reserved_on(p_ids, p_lanes, p_deadlines, p_flags);
   end if;
   select array_agg(s.slots order by u.n) as slots, array_agg(s.rate_limit order by u.n) as rates,
     array_agg({{free_slots}} order by u.n) as free,
@@ -316,7 +316,7 @@ begin
   perform queue._add_slots(v_keys.keys, v_keys.lanes, v_reserved, v_ready, v_waiting, v_lows,
     v_low_deadlines, v_keys.newest);
   if v_counts.have_rates and v_wait <> '{}' then
-    perform queue._await_rates(v_wait_keys);
+    perform queue._set_next_starts(v_wait_keys);
   end if;
   if discarded is not null then
     perform queue._keep_turns(discarded);

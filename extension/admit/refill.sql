@@ -95,7 +95,7 @@ begin
       exit;
     end if;
   end loop;
-  perform queue._await_rates(p_keys);
+  perform queue._set_next_starts(p_keys);
   if exists (select from queue.waiting w where w.reserved is not null) then
     v_grown := v_grown || queue._forgo(p_keys);
   end if;

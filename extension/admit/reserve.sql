@@ -89,8 +89,8 @@ end $$;
 -- the same with a later deadline. Returns their keys.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: the arriving jobs get these slots, and
 -- the caller names the keys in grown.
-create or replace function queue._yield_reserved(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
-  p_flags smallint[])
+create or replace function queue._pass_reserved_on(p_ids bigint[], p_lanes integer[],
+  p_deadlines timestamptz[], p_flags smallint[])
 returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_jobs record;

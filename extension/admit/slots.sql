@@ -86,7 +86,7 @@ end $$;
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.
-create or replace function queue._await_rates(p_keys text[])
+create or replace function queue._set_next_starts(p_keys text[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with heavy as materialized (

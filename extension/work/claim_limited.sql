@@ -294,7 +294,7 @@ begin
     perform queue._advance(p_keys => v_add_keys);
   elsif v_add_keys <> '{}' then
     if array_remove(v_keys.rates, null) <> '{}' then
-      perform queue._await_rates(v_keys.keys);
+      perform queue._set_next_starts(v_keys.keys);
     end if;
   end if;
   if v_due <> '{}' then

@@ -48,7 +48,7 @@ begin
   end if;
   perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
     array_fill(-1, array[cardinality(v_moved.ids)]), null);
-  perform queue._await_rates(v_moved.rated);
+  perform queue._set_next_starts(v_moved.rated);
   perform queue._free_reserved(v_moved.reserved_ids, v_moved.reserved_keys);
   if v_moved.heavy_keys || v_moved.reserved_keys is not null then
     -- others waited for these

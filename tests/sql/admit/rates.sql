@@ -325,7 +325,7 @@ select queue.tick() \g /dev/null
 select pg_temp.pass('61 minutes');
 update queue.waiting w set at = null where w.key = 'kPR';
 -- as if the window had ended since the admission looked at it
-select queue._await_rates('{kPR}');
+select queue._set_next_starts('{kPR}');
 select is(pg_temp.claim(), 'd', 'a window that ends while jobs go to wait for it is no longer waited for');
 select queue.resume(task => 't') \g /dev/null
 select pg_temp.end_all();

@@ -7,7 +7,7 @@
 -- asked: ordered jobs that were taken out for that; keys: semaphores in which that left room; postponed:
 -- mutex jobs that must come back later, because another transaction holds the row of the ordered one.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
-create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[],
+create or replace function queue._ask_for_slots(p_ids bigint[], p_flags smallint[], out asked bigint[],
   out keys text[], out postponed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
