@@ -10,7 +10,7 @@ import pytest
 from pgdefer.database.embedded import EmbeddedServer
 from support import server_program
 
-from .test_docs import Block, Reader, blocks, reader, squeezed
+from .test_docs import Reader, blocks, reader, squeezed
 
 __all__ = ["reader"]
 
@@ -25,7 +25,7 @@ def matches(output: str, shown: str) -> bool:
 
 
 def type_in(reader: Reader, page: str) -> None:
-    reader.type_in(Block(0, "sh", "createdb shop && pgdefer install"))
+    reader.install()
     output = ""
     for block in blocks(page):
         if block.language == "sh":

@@ -46,7 +46,7 @@ def roles(server: EmbeddedServer) -> Iterator[None]:
 
 def sql_of(reader: Reader, page: str) -> None:
     """Type in the SQL of a page, and compare its output."""
-    reader.type_in(Block(0, "sh", "createdb shop && pgdefer install"))
+    reader.install()
     output = ""
     for block in shown(page):
         if block.language == "text":

@@ -13,7 +13,7 @@ import pytest
 from pgdefer.database.embedded import EmbeddedServer
 from support import ROOT
 
-from .test_docs import Block, Reader, blocks, reader, squeezed
+from .test_docs import Reader, blocks, follow, reader
 
 __all__ = ["reader"]
 
@@ -50,10 +50,5 @@ def test_the_page_on_testing(server: EmbeddedServer, tmp_path: Path) -> None:
 
 
 def test_the_page_on_telemetry(reader: Reader) -> None:
-    reader.type_in(Block(0, "sh", "createdb shop && pgdefer install"))
-    output = ""
-    for block in blocks("docs/telemetry.md"):
-        if block.language == "text":
-            assert squeezed(output) == squeezed(block.text), block.line
-        else:
-            output = reader.type_in(block)
+    reader.install()
+    follow(reader, "docs/telemetry.md")

@@ -11,7 +11,7 @@ import pytest
 from pgdefer.database.embedded import sql_folder
 
 from .conftest import wait_for
-from .test_docs import Block, Reader, blocks, reader, squeezed
+from .test_docs import Block, Reader, blocks, follow, reader, squeezed
 
 __all__ = ["reader"]
 
@@ -21,15 +21,7 @@ pytestmark = pytest.mark.client
 def test_the_tutorial_on_sql_alone(reader: Reader) -> None:
     (reader.folder / "build").mkdir()
     shutil.copyfile(sql_folder() / "pgdefer.sql", reader.folder / "build" / "pgdefer.sql")
-    output = ""
-    for block in blocks("docs/sql.md"):
-        if block.language == "text":
-            assert squeezed(output) == squeezed(block.text), f"docs/sql.md:{block.line}"
-            continue
-        try:
-            output = reader.type_in(block)
-        except AssertionError as error:
-            raise AssertionError(f"docs/sql.md:{block.line}: {error}") from None
+    follow(reader, "docs/sql.md")
 
 
 def accepts(port: int) -> bool:
