@@ -2,8 +2,11 @@
 -- (admit/admission.sql).
 -- extension/macros names the bits of flags.
 
--- Locks: only the sleep lock (work/worker_sleep.sql), shared and by try; with queueing_lock, its row. For
--- speed it has no search_path of its own, so every name and operator in it is qualified; _defer_any has one.
+-- Locks: the row of its idempotency key, then that of its queueing lock. No other that anybody waits for: the
+-- sleep lock (work/worker_sleep.sql), shared and by try; with needs those of _check_needs, in a group that of
+-- _join_open_group.
+-- For speed it has no search_path of its own, so every name and operator in it is qualified; _defer_any has
+-- one.
 -- Raises: 22023, QJ001 (a need or parent that isn't visible), QJ004.
 create or replace function queue.defer(
   task text, args jsonb default '{}', queue text default null, priority integer default null,

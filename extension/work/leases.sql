@@ -6,7 +6,7 @@
 -- extended. An extension after that means that the handler could not be ended and still runs, as the live
 -- worker reports: then only the lease counts, so that no second run, and no other holder of its lock or slot,
 -- starts beside it.
--- Locks: the claim's row. Raises: 22023, QJ001, QJ002.
+-- Locks: the claim's row, then that of its lease. Raises: 22023, QJ001, QJ002.
 create or replace function queue.extend(id bigint, claim bigint, lease interval)
 returns timestamptz language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
