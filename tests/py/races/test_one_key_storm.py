@@ -143,6 +143,7 @@ class Storm:
             thread.start()
         for thread in threads:
             thread.join(600)
+            assert not thread.is_alive(), f"{thread.name} hangs"
         assert self.errors == []
 
 

@@ -43,7 +43,8 @@ class Client(threading.Thread):
 
     def stop(self) -> None:
         self._end.set()
-        self.join(60)
+        self.join(300)
+        assert not self.is_alive(), "it hangs"
 
     def _live(self) -> None:
         (worker,) = self._call("select queue.register_worker('six', null, %s)", INFO)[0]
