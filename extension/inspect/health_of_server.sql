@@ -39,6 +39,7 @@ begin
       format('select pg_terminate_backend(%s)', a.pid) as fix
     from pg_stat_activity a where a.backend_xmin is not null and a.pid <> pg_backend_pid()
       and a.usesysid is not null and a.datname = current_database()
+      and a.query <> '<insufficient privilege>'  -- it hides the times, but not backend_xmin
     union all
     select p.prepared, format('prepared transaction %L', p.gid),
       format('commit prepared %L, or rollback prepared %L', p.gid, p.gid)

@@ -105,6 +105,16 @@ async def test_an_owner_who_is_no_superuser_installs_operates_and_removes(
     assert managed.ask("owner", "select * from queue.check()") == []
 
 
+def test_health_does_not_judge_sessions_that_the_owner_cannot_see(managed: Managed) -> None:
+    install(managed.dsn("owner"))
+    with managed.connect("stranger") as stranger:
+        stranger.execute("begin isolation level repeatable read; select")
+        found = managed.ask(
+            "owner", "select status, detail from queue.health() where name = 'transactions'"
+        )
+    assert found == [("warn", "1 session of other roles can't be seen")]
+
+
 async def work(managed: Managed) -> None:
     """Defer as a producer, run as a worker, read as a reader."""
     web, hand = App(managed.dsn("web")), App(managed.dsn("hand"))
