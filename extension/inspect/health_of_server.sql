@@ -141,8 +141,9 @@ begin
   select greatest((select max(w.last_seen_at) from queue.worker w),
     (select j.created_at from queue.job j order by j.id desc limit 1),
     (select max(aj.claimed_at)
-      from (select aj.claimed_at from queue.active_job aj order by aj.id desc limit 1000) aj))
-      - p_now as ahead
+      from (select aj.claimed_at from queue.active_job aj order by aj.id desc limit 1000) aj),
+    -- the others follow the clock within seconds, but schedules wait
+    (select max(s.last_run_at) from queue.schedule s where s.is_enabled)) - p_now as ahead
       into v_facts;
   status := case when v_facts.ahead > interval '1 minute' then 'fail'
     when v_facts.ahead > interval '5 seconds' then 'warn' else 'ok' end;
@@ -150,7 +151,7 @@ begin
     else format('it has been set back by %s or more', date_trunc('second', v_facts.ahead)) end;
   fix := case when status <> 'ok'
     then 'Let NTP adjust the server''s clock; it does so gradually. Until the clock has caught up, schedules'
-    ' are late.' end;
+    ' wait: those that should not, unschedule and schedule again.' end;
   return next;
 
   name := 'notifications';

@@ -1,6 +1,6 @@
 -- health: the checks of the sessions, the tables and the server, each seen failing.
 
-select plan(16);
+select plan(18);
 
 set pgdefer.notify = off;
 \ir health.helpers.psql
@@ -21,6 +21,13 @@ update queue.worker set last_seen_at = now() + interval '20 seconds' where name 
 select matches(pg_temp.health_at_begin('clock'), '^warn\|it has been set back by 00:00:20 or more\|', 'a clock that was set back');
 update queue.worker set last_seen_at = now() + interval '2 hours' where name = 'some';
 select matches(pg_temp.health('clock'), '^fail\|', 'by much');
+rollback;
+begin;
+select queue.schedule('ahead', '@hourly', 'w') \g /dev/null
+update queue.schedule set last_run_at = now() + interval '20 days';
+select matches(pg_temp.health_at_begin('clock'), '^fail\|it has been set back by 20 days or more\|', 'workers have been seen since, and schedules wait');
+select queue.enable_schedule('ahead', false) \g /dev/null
+select matches(pg_temp.health('clock'), '^ok\|', 'but not one that is switched off');
 rollback;
 select matches(pg_temp.health('notifications'), '^ok\|0% of their queue is in use; switched off here', 'it reports that notifications are off');
 
