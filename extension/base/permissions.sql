@@ -89,7 +89,24 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   execute format('revoke all on all routines in schema queue from %I', p_role);
   execute format('revoke all on all tables in schema queue from %I', p_role);
+  execute format('revoke all on all sequences in schema queue from %I', p_role);
   execute format('revoke usage on schema queue from %I', p_role);
+end $$;
+
+-- Revokes everything from the roles, or PUBLIC, to which ALTER DEFAULT PRIVILEGES of the owner gives rights to
+-- what it creates: these would be rights to tables, and to functions that no kind of role may call.
+-- Locks: the caller's, which are those of migrate.
+create or replace function queue._revoke_defaults()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._revoke_all(x.grantee)
+  from (
+    select distinct coalesce(r.rolname, 'public') as grantee
+    from pg_default_acl d
+    cross join lateral aclexplode(d.defaclacl) a
+    left join pg_roles r on r.oid = a.grantee
+    where pg_get_userbyid(d.defaclrole) = current_user and a.grantee <> d.defaclrole
+      and (d.defaclnamespace = 0 or d.defaclnamespace = 'queue'::regnamespace)) x;
 end $$;
 
 -- After the rows of a role that no longer exists were deleted: it may have another name now. So it revokes
@@ -155,6 +172,7 @@ begin
     then
     delete from queue.access a using pg_roles r where r.rolname = a.role and not queue._has_usage(r.oid);
   end if;
+  perform queue._revoke_defaults();
   perform queue._regrant(x.role)
   from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
   perform queue._switch_restriction();

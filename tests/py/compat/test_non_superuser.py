@@ -115,6 +115,26 @@ def test_health_does_not_judge_sessions_that_the_owner_cannot_see(managed: Manag
     assert found == [("warn", "1 session of other roles can't be seen")]
 
 
+def test_default_privileges_give_nobody_a_right(managed: Managed, form: Form) -> None:
+    with managed.connect("owner") as owner:
+        for kind in ("tables", "sequences", "functions"):
+            for role in ("public", "grafana"):
+                owner.execute(f"alter default privileges grant all on {kind} to {role}".encode())
+    for _ in range(2):  # what the second installation creates gets them as well
+        install(managed.dsn("owner"), form)
+        managed.ask("owner", "select queue.grant_access('grafana', 'reader')")
+        assert managed.ask("grafana", "select id from queue.jobs") == []
+        for query in (
+            "select from queue.log",
+            "select nextval('queue.job_id_seq')",
+            "select queue.uninstall(true)",
+            "select queue.defer('t')",
+        ):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                managed.ask("grafana", query)
+        managed.ask("owner", "select queue.uninstall(true)")
+
+
 async def work(managed: Managed) -> None:
     """Defer as a producer, run as a worker, read as a reader."""
     web, hand = App(managed.dsn("web")), App(managed.dsn("hand"))

@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(176);
+select plan(177);
 
 \ir permissions.helpers.psql
 
@@ -265,5 +265,14 @@ select queue.revoke_access(k.role) from kinds k where k.kind <> '';
 select queue.revoke_access('pgdefer_tap_both');
 select is((select string_agg(distinct pg_temp.as_role(k.role, c.call), ', ') from calls c cross join kinds k), '42501', 'revoke_access revokes everything');
 select lives_ok($$drop role "pgdefer tap 'producer'", pgdefer_tap_worker, pgdefer_tap_operator, pgdefer_tap_reader, pgdefer_tap_both, pgdefer_tap_nobody$$, 'so that the roles can be dropped');
+
+-- Default privileges
+create role pgdefer_tap_default;
+select n.nspowner::regrole as owner from pg_namespace n where n.nspname = 'queue' \gset
+alter default privileges for role :owner grant select on tables to pgdefer_tap_default;
+select test.install_anew() \g /dev/null
+select ok(not has_table_privilege('pgdefer_tap_default', 'queue.log', 'select'), 'default privileges give no right to new tables');
+alter default privileges for role :owner revoke select on tables from pgdefer_tap_default;
+drop role pgdefer_tap_default;
 
 select * from finish();
