@@ -3,12 +3,22 @@
 -- tests/py/races/test_wake_ups.py.
 -- Tests: work/worker_sleep.sql, work/worker_sleep.lead_sleeper.spec, operate/cancel_hold.finish.spec.
 
--- Locks: none. Sends the notification, unless the session or database has SET pgdefer.notify = off.
--- Qualified, like defer.
+-- Whether to notify: not if the session or database has SET pgdefer.notify = off, and not if a session that
+-- listens, but stays in a transaction, has let the server's queue of notifications fill up: then each COMMIT
+-- that notifies fails, until somebody calls pg_notification_queue_usage, which removes what all have read.
+-- Locks: none. Qualified, like defer.
+create or replace function queue._may_notify()
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  return coalesce(pg_catalog.current_setting('pgdefer.notify', true), '') operator(pg_catalog.<>) 'off'
+    and pg_catalog.pg_notification_queue_usage() operator(pg_catalog.<) 0.9;
+end $$;
+
+-- Locks: none. Sends the notification, if that is possible. Qualified, like defer.
 create or replace function queue._wake()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  if coalesce(pg_catalog.current_setting('pgdefer.notify', true), '') operator(pg_catalog.<>) 'off' then
+  if queue._may_notify() then
     perform pg_catalog.pg_notify('pgdefer', '');
   end if;
 end $$;
@@ -44,7 +54,7 @@ begin
       cross join lateral (select a.ctid from queue.awaited a where a.id = u.id for update skip locked) a))
     returning a.id)
   select array_agg(distinct g.id) into v_ids from gone g;
-  if v_ids is not null and current_setting('pgdefer.notify', true) is distinct from 'off' then
+  if v_ids is not null and queue._may_notify() then
     perform pg_notify('pgdefer_result_' || u.id, '') from unnest(v_ids) u (id);
   end if;
 end $$;
@@ -53,7 +63,7 @@ end $$;
 create or replace function queue._notify_pause()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  if current_setting('pgdefer.notify', true) is distinct from 'off' then
+  if queue._may_notify() then
     perform pg_notify('pgdefer_worker_' || w.id, 'pause') from queue.worker w where w.gone_at is null;
   end if;
 end $$;
@@ -65,7 +75,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   insert into queue.abort (id, claim, worker_id, reason) values (p_id, p_claim, p_worker, p_reason)
   on conflict on constraint abort_pkey do nothing;
-  if current_setting('pgdefer.notify', true) is distinct from 'off' then
+  if queue._may_notify() then
     perform pg_notify('pgdefer_worker_' || p_worker, '');
   end if;
 end $$;

@@ -78,7 +78,7 @@ begin
     end if;
     -- often at first, because an end may be in progress
     wait_for := least(greatest(v_now - coalesce(v_since, v_now), interval '20 ms'), interval '5 s');
-    if current_setting('pgdefer.notify', true) is not distinct from 'off' then
+    if not queue._may_notify() then
       wait_for := least(wait_for, interval '1 s');
     else
       channel := 'pgdefer_result_' || await_result.id;

@@ -92,7 +92,7 @@ begin
     select d.worker_id from queue.sleeper d
     where d.worker_id = p_worker or p_has_found and cardinality(v_ahead) = 1 and d.worker_id = v_ahead[1]
     for update skip locked);
-  if cardinality(v_ahead) < 2 and current_setting('pgdefer.notify', true) is distinct from 'off' then
+  if cardinality(v_ahead) < 2 and queue._may_notify() then
     perform pg_notify('pgdefer_worker_' || n.worker_id, 'sleep')
     from (
       select d.worker_id

@@ -80,6 +80,9 @@ begin
       end if;
     end if;
     perform set_config('pgdefer.sleeper', v_state, false);
+    if not queue._may_notify() then
+      v_wait := least(v_wait, interval '1 s');
+    end if;
   end if;
   v_due := queue._next_due();
   if v_due is not null and v_ahead < 2 then

@@ -20,6 +20,8 @@ import psycopg
 import pytest
 from psycopg import sql
 
+from pgdefer.database.embedded import EmbeddedServer
+from support import install, quick_server, refused
 from workers import wait_for
 
 from .conftest import Sleeper
@@ -325,3 +327,37 @@ def test_a_due_schedule_is_met_by_sleepers(conn: Connection, start_sleepers: Sta
         assert row is not None
         late = latency(sleepers, (row[0], begun + delay))
         assert -0.05 < late < SLACK
+
+
+def test_a_full_queue_of_notifications_stops_nobody(server: EmbeddedServer) -> None:
+    """It fills up behind a listener that stays in its transaction, and then no COMMIT may notify."""
+    if server.major < 17:
+        pytest.skip("the queue holds 8 GB")
+    with quick_server({"max_notify_queue_pages": "64"}) as small:
+        dsn = small.dsn("postgres")
+        install(small, "postgres")
+        with (
+            psycopg.connect(dsn, autocommit=True) as conn,
+            psycopg.connect(dsn, autocommit=True) as sleeper,
+            psycopg.connect(dsn) as stuck,
+        ):
+            stuck.execute("listen x")
+            stuck.commit()
+            stuck.execute("select")
+            ((worker,),) = conn.execute("select queue.register_worker('w')").fetchall()
+            sleeper.execute("listen pgdefer")
+            ask = "select wait_for from queue.before_sleep(%s)"
+            sleeper.execute(ask, [worker])
+            fill = "select pg_notify('x', repeat('y', 7900))"
+            wait_for(lambda: refused(conn, fill) == "54000", 30)
+            ((job,),) = conn.execute("select queue.defer('t')").fetchall()
+            fetched = conn.execute("select id from queue.fetch(%s)", [worker]).fetchall()
+            assert fetched == [(job,)]
+            assert sleeper.execute(ask, [worker]).fetchall()[0][0].total_seconds() <= 1
+            stuck.close()
+
+            def is_notified() -> bool:
+                conn.execute("select queue.defer('t')")
+                return bool(list(sleeper.notifies(timeout=0.1, stop_after=1)))
+
+            wait_for(is_notified, 30)
