@@ -122,7 +122,10 @@ $pgdefer_guard$;
 PLAIN_SCHEMA = """\
 do $pgdefer_schema$
 begin
-  create schema if not exists queue;
+  -- also the owner of a schema that is there may lack the right to create one
+  if pg_catalog.to_regnamespace('queue') is null then
+    create schema if not exists queue;
+  end if;
 exception when unique_violation then
   null;  -- the other session has made it
 end

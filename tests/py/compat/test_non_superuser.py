@@ -105,6 +105,15 @@ async def test_an_owner_who_is_no_superuser_installs_operates_and_removes(
     assert managed.ask("owner", "select * from queue.check()") == []
 
 
+def test_the_owner_of_the_schema_needs_no_right_on_the_database(
+    managed: Managed, blank_dsn: str
+) -> None:
+    with psycopg.connect(blank_dsn, autocommit=True) as superuser:
+        superuser.execute("create schema queue authorization stranger")
+    assert install(managed.dsn("stranger"), "plain").before is None
+    assert install(managed.dsn("stranger"), "plain").before is not None
+
+
 def test_health_does_not_judge_sessions_that_the_owner_cannot_see(managed: Managed) -> None:
     install(managed.dsn("owner"))
     with managed.connect("stranger") as stranger:
