@@ -106,11 +106,15 @@ class Parameters:
         try:
             bound = self.signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            if options := sorted((kwargs.keys() & OPTIONS) - self.allowed):
+            unknown = sorted(kwargs.keys() - self.allowed)
+            if options := [name for name in unknown if name in OPTIONS]:
                 raise TypeError(
                     f"{error}; pass options of the job to configure: "
                     f"task.configure({options[0]}=...).defer(...)"
                 ) from None
+            if unknown and self.keywords is None:
+                # A misspelt name: `signature.bind` would complain of the argument that is missing.
+                raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}") from None
             raise
         if self.rest is not None and self.rest in bound:
             bound[self.rest] = list(bound[self.rest])

@@ -83,6 +83,8 @@ def test_deferring_with_wrong_arguments_is_a_type_error() -> None:
         send.defer()  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="unexpected keyword argument 'acount'"):
         send.defer(1, acount=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'acount'"):
+        send.defer(acount=1)  # type: ignore[call-arg]
 
 
 def test_names() -> None:
