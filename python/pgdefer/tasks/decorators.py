@@ -107,15 +107,21 @@ class TaskDecorator:
                 f"the task {name!r} is a generator, whose code nobody would run: "
                 "replace `yield` by `return`, or defer further jobs"
             )
-        if not is_plain:
-            instead = f"write name={function!r}" if isinstance(given, str) else "write a `def`"
-            raise TypeError(f"a task must be a function, not {function!r}: {instead}")
+        if not is_plain or isinstance(given, type):
+            raise TypeError(f"a task must be a function, not {function!r}: {_instead_of(given)}")
         kind: type[Task[..., Any]] = (
             AsyncTask if inspect.iscoroutinefunction(function) else SyncTask
         )
         with Naming(f"the task {name!r}"):
             task = kind(self._registry.client, function, name, self._options)
         return self._registry.add(task)
+
+
+def _instead_of(given: object) -> str:
+    """Say what to write instead of a task that is no function."""
+    if isinstance(given, str):
+        return f"write name={given!r}"
+    return "put @app.recurring above @app.task" if isinstance(given, Task) else "write a `def`"
 
 
 class RecurringDecorator:

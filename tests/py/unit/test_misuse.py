@@ -395,11 +395,17 @@ def test_tasks_are_functions(app: App) -> None:
     given: Any = "greet"
     with pytest.raises(TypeError, match="must be a function, not 'greet': write name='greet'"):
         app.task(given)
-    for made in (functools.partial(handler_of_batches, 1), math.pi):
+    for made in (functools.partial(handler_of_batches, 1), math.pi, SimpleNamespace):
         given = made
         with pytest.raises(TypeError, match=r"a task must be a function, not .*: write a `def`"):
             app.task(name="x")(given)
     assert app.tasks == {}
+
+    @app.recurring("@daily")
+    def tidy() -> None: ...
+
+    with pytest.raises(TypeError, match=r"tidy>: put @app\.recurring above @app\.task"):
+        app.task(name="x")(tidy)
 
 
 def test_what_is_no_blueprint_and_no_dsn(app: App) -> None:
