@@ -30,6 +30,7 @@ _OF_OTHERS = {
     "expires": "expires_at",
     "max_attempts": "retry",
     "max_retries": "retry",
+    "rate_limit": "concurrency",
     "schedule_at": "scheduled_at",
     "schedule_in": "delay",
     "time_limit": "timeout",

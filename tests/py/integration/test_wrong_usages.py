@@ -100,6 +100,7 @@ AT_IMPORT: dict[str, tuple[Callable[[App], object], str]] = {
     "seconds as timeout": (at_import(timeout=5), "timeout must be a timedelta"),
     "seconds as delay": (at_import(delay=5), "delay must be a timedelta"),
     "Celery's name": (at_import(max_retries=3), "did you mean retry?"),
+    "Celery's rate": (at_import(rate_limit="10/m"), "did you mean concurrency?"),
     "days as retain": (at_import(retain=7), "retain must be a timedelta"),
     "no outcome": (at_import(retain={"ok": HOUR}), "give succeeded, failed, cancelled"),
     "a time as deadline": (at_import(deadline=AWARE), "deadline must be a timedelta"),
