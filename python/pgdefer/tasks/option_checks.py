@@ -152,7 +152,9 @@ def check_templates(what: str, options: Mapping[str, Any], arguments: Collection
 def check_cron(what: str, cron: Any) -> None:
     """Raise ValueError for an obviously wrong cron expression; the database checks the rest."""
     if not isinstance(cron, str) or not cron.strip():
-        raise ValueError(f"{what}: a cron expression is needed, not {cron!r}")
+        raise ValueError(
+            f"{what}: a cron expression, or text such as 'every 5 minutes', is needed, not {cron!r}"
+        )
     text = cron.strip()
     if text.startswith("@"):
         if text.lower() not in NICKNAMES:

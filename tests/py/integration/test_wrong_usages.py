@@ -269,7 +269,7 @@ MANAGING: dict[str, tuple[Callable[[App], object], str]] = {
     ),
     "a schedule without an expression": (
         lambda app: app.recurring(greet),  # type: ignore[arg-type]
-        "a cron expression is needed, not <function greet",
+        "a cron expression, or text such as 'every 5 minutes', is needed, not <function greet",
     ),
     "a hook without an event": (
         lambda app: app.on(greet),  # type: ignore[call-overload]
@@ -382,7 +382,7 @@ def test_wrong_policies(message: str, options: dict[str, Any]) -> None:
         ("the schedule of the task 't': 61 in '61 * * * *' is above 59", "61 * * * *", {}),
         ("the schedule of the task 't': '* * *' has 3 fields", "* * *", {}),
         ("the schedule of the task 't': 25 in '0 25 * * *' is above 23", "0 25 * * *", {}),
-        ("the schedule of the task 't': a cron expression is needed", "", {}),
+        ("the schedule of the task 't': a cron expression, or text ", "", {}),
         ("takes no option catchup: did you mean catch_up?", "@daily", {"catchup": "all"}),
         ("overlap must be one of 'allow', 'skip', not 'no'", "@daily", {"overlap": "no"}),
         ("catch_up must be one of", "@daily", {"catch_up": True}),
