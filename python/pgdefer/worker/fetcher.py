@@ -141,9 +141,11 @@ class Fetcher:
                 cause = error.__cause__
                 refusal = cause if cause is not None and is_refused(cause) else None
                 lasting = refusal or error.lasting_cause
-                if lasting is not None and not self._registration.was_accepted:
+                was_there = self._registration.was_accepted
+                if lasting is not None and not was_there:
                     raise lasting from None
-                log.warning("the connection was lost: %s", error)
+                said = "the connection was lost" if was_there else "no connection yet"
+                log.warning("%s: %s", said, error)
                 now = asyncio.get_running_loop().time()
                 self._lost_claim_checks = [now + delay for delay in LOST_CLAIM_CHECKS]
                 if self._may_end(was_refused=refusal is not None):

@@ -386,7 +386,7 @@ async def test_databases_that_cannot_be_served(
     assert "/tenant_a is listed twice, and served once" in said
     assert "/tenant_blank: no jobs are run there: " in said
     assert "/tenant_missing: no jobs are run there: " in said
-    assert "127.0.0.1:1/nowhere: the connection was lost: " in said
+    assert "127.0.0.1:1/nowhere: no connection yet: " in said
     assert "secret" not in said
     with pytest.raises(PgDeferError, match=r"1 databases could not be drained: .*/tenant_missing"):
         await MultiWorker(app, [missing, dsns[0]], drain=True).run_async()
