@@ -277,8 +277,6 @@ class Executor:
         self.handler_begins(claim)
         claim.task = self._registry.tasks.get(job.task)
         if claim.task is not None and not claim.task.versions.understand(job._stored):
-            said = claim.task.versions.not_understood(job._stored)
-            log.info("%r: %s", job, said, extra=job._log_fields())
             claim.task = None  # another worker knows its version
         assert self._runner_of is not None
         claim.runner = self._runner_of(claim)

@@ -128,12 +128,10 @@ def _settled(
     return settled
 
 
-def run_function(
-    job: JobContext, pool: SyncPool, import_hint: str
-) -> str | outcomes.Settled | None:
+def run_function(job: JobContext, pool: SyncPool, why: str) -> str | outcomes.Settled | None:
     """Let the database run a task that is unknown here, if it has a function for it.
 
-    This also ends the claim: without a function, as one of an unknown task.
+    This also ends the claim: without a function, as one of an unknown task; `why` goes to the log.
     """
     try:
         with transaction(job, True, pool) as (connection, own_part):
@@ -148,8 +146,7 @@ def run_function(
         return None if job._goes_back else outcome_of(job, RETRY_POLICY_ONLY, error)
     state, outcome, said = ended
     if outcome == "released":
-        said = "%r has a task that this worker does not know; the job is %s. To run it here: %s"
-        log.warning(said, job, state, import_hint, extra=job._log_fields())
+        log.warning("%r is %s: %s", job, state, why, extra=job._log_fields())
     return outcomes.Settled(outcome, state, said or "")
 
 

@@ -18,6 +18,7 @@ from pgdefer._text import logger
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.tasks.context import JobContext, JobTimeout
 from pgdefer.tasks.interruptible import Interruptible
+from pgdefer.tasks.registry import Registry
 from pgdefer.tasks.task import Task
 from pgdefer.worker import outcomes
 from pgdefer.worker.claim import Claim, Keeper
@@ -120,18 +121,24 @@ class LoopRunner:
 class FunctionRunner:
     """Lets the database run tasks that the app does not know, if it has functions for them."""
 
-    def __init__(self, threads: Threads, pool: SyncPool, keeper: Keeper, import_hint: str) -> None:
+    def __init__(
+        self, threads: Threads, pool: SyncPool, keeper: Keeper, registry: Registry
+    ) -> None:
         self._threads = threads
         self._pool = pool
         self._keeper = keeper
-        self._import_hint = import_hint
+        self._registry = registry
 
     def start(self, claim: Claim) -> None:
         """Let a thread call the function."""
         context = contextvars.copy_context()
-        function = functools.partial(
-            context.run, run_function, claim.job, self._pool, self._import_hint
-        )
+        task = self._registry.tasks.get(claim.job.task)
+        if task is None:
+            hint = self._registry.import_hint
+            why = f"this worker does not know its task. To run it here: {hint}"
+        else:  # known in another version
+            why = task.versions.not_understood(claim.job._stored)
+        function = functools.partial(context.run, run_function, claim.job, self._pool, why)
         submit(self._threads, claim, function, self._keeper)
 
     def abort(self, claim: Claim, reason: str) -> None:

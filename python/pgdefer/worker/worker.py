@@ -303,9 +303,7 @@ class Worker:
         self._loop_runner = LoopRunner(self._async_pool, self._thread_runner, keeper)
         self._batch_runner = BatchRunner(self._threads, self._thread_runner, keeper)
         self._processes = Processes(source, self.jobs_per_process)
-        self._function_runner = FunctionRunner(
-            self._threads, self._pool, keeper, self.app.import_hint
-        )
+        self._function_runner = FunctionRunner(self._threads, self._pool, keeper, self.app)
         self._process_runner = ProcessRunner(self._threads, self._processes, keeper)
 
     def _runner_of(self, claim: Claim) -> Runner:
