@@ -176,6 +176,12 @@ class Execution:
             raise TypeError(
                 f"transactional must be True or a sessionmaker, not {self.transactional!r}"
             )
+        session = getattr(self.transactional, "class_", None)  # of SQLAlchemy's makers
+        if session is not None and hasattr(session, "__aenter__") != is_async:
+            maker, what = ("an async_", "a") if is_async else ("a ", "no")
+            raise TypeError(
+                f"transactional must be {maker}sessionmaker, as this is {what} coroutine function"
+            )
         if self.run_in not in ("thread", "process"):
             raise ValueError(f"run_in must be 'thread' or 'process', not {self.run_in!r}")
         if self.run_in == "process":

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from sqlalchemy.ext.asyncio import async_sessionmaker
+from sqlalchemy.orm import sessionmaker
 
 from pgdefer import App, Decision, Retry, RetryLater
 from pgdefer.database.source import DSN, LOCATING
@@ -122,6 +124,14 @@ AT_IMPORT: dict[str, tuple[Callable[[App], object], str]] = {
     "retry_on": (at_import(retry_on="ValueError"), "must be a class of errors"),
     "decide": (at_import(decide=5), "decide must be a function of the error and the job: 5"),
     "transactional": (at_import(transactional="yes"), "must be True or a sessionmaker"),
+    "asynchronous sessions": (
+        at_import(transactional=async_sessionmaker()),
+        "transactional must be a sessionmaker, as this is no coroutine function",
+    ),
+    "sessions in a coroutine": (
+        at_import(function=greet_async, transactional=sessionmaker()),
+        "transactional must be an async_sessionmaker, as this is a coroutine function",
+    ),
     "no parameter": (
         at_import(function=lambda: None, transactional=True),
         "its first parameter must be the connection",
