@@ -463,21 +463,33 @@ def _find(where: str) -> App:
     for part in attribute.split(".") if attribute else ():
         found = getattr(found, part, None)
     if not attribute:
-        apps = [value for value in vars(module).values() if isinstance(value, App)]
-        if len({id(value) for value in apps}) != 1:
-            fail(Exit.NO_APP, f"{where} has {len(apps)} Apps: name one, as {where}:name")
-        return apps[0]
+        apps = _apps(module)
+        if not apps:
+            fail(Exit.NO_APP, f"{where} has no App")
+        if len(apps) > 1:
+            names = " or ".join(f"{where}:{name}" for name in apps.values())
+            fail(Exit.NO_APP, f"{where} has several Apps: name one, as {names}")
+        return next(iter(apps))
     if not isinstance(found, App):
         fail(Exit.NO_APP, _no_app(where, module, attribute, found))
     return found
 
 
+def _apps(module: ModuleType) -> dict[App, str]:
+    """Return a module's Apps, each with the first of its names."""
+    found: dict[App, str] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, App):
+            found.setdefault(value, name)
+    return found
+
+
 def _no_app(where: str, module: ModuleType, attribute: str, found: object) -> str:
-    """Say what is wrong with the name of an App, and which Apps there are."""
-    said = f"{where} is not an App"
+    """Say what is wrong with the name of an App, and which App there is."""
+    said = f"{where} is a {type(found).__name__}, not an App"
     if found is None:
         said = f"{module.__name__} has no {attribute}"
-    names = [name for name, value in vars(module).items() if isinstance(value, App)]
+    names = list(_apps(module).values())
     return f"{said}; its App is {module.__name__}:{names[0]}" if len(names) == 1 else said
 
 

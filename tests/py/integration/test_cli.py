@@ -349,9 +349,9 @@ def test_a_signal_while_a_worker_reports_its_end(
     [
         (["worker"], Exit.USAGE, "Missing option"),
         (["worker", "-A", "no_such_module:app"], Exit.NO_APP, "No module named"),
-        (["worker", "-A", "json:dumps"], Exit.NO_APP, "json:dumps is not an App"),
+        (["worker", "-A", "json:dumps"], Exit.NO_APP, "json:dumps is a function, not an App"),
         (["worker", "-A", "json:dmps"], Exit.NO_APP, "json has no dmps"),
-        (["worker", "-A", "json"], Exit.NO_APP, "json has 0 Apps"),
+        (["worker", "-A", "json"], Exit.NO_APP, "json has no App"),
         (["worker", "-A", "json", "--shutdown-timeout", "-1"], Exit.USAGE, "'--shutdown-timeout'"),
         (["worker", "-A", "json", "--heartbeat-every", "-1"], Exit.USAGE, "'--heartbeat-every'"),
         (["worker", "-A", "json", "--heartbeat-every", "0"], Exit.USAGE, "must be above 0"),
@@ -379,6 +379,15 @@ def test_the_only_app_of_a_module_is_named(run: Run, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (
         Exit.NO_APP,
         "pgdefer: mod has no ap; its App is mod:app\n",
+    )
+
+
+def test_one_of_several_apps_is_to_be_named(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "mod.py").write_text("import pgdefer\na, b = pgdefer.App(), pgdefer.App()\nc = b\n")
+    done = run("worker", "-A", "mod", "--drain")
+    assert (done.returncode, done.stderr) == (
+        Exit.NO_APP,
+        "pgdefer: mod has several Apps: name one, as mod:a or mod:b\n",
     )
 
 
