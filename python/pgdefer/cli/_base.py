@@ -47,8 +47,28 @@ from pgdefer.errors import (
     translate,
 )
 
+
+class Program(typer.core.TyperGroup):
+    """The program: of a command that only its groups have, it says which do."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command of the first argument."""
+        named = args[0]
+        groups = [name for name, each in self.commands.items() if named in _commands(each)]
+        if groups and named not in self.commands and not ctx.resilient_parsing:
+            meant = " or ".join(f"'{group} {named}'" for group in groups)
+            fail(Exit.USAGE, f"there is no command {named!r}: did you mean {meant}?")
+        return super().resolve_command(ctx, args)
+
+
+def _commands(command: object) -> Mapping[str, object]:
+    """Return the commands of a group."""
+    return getattr(command, "commands", {})
+
+
 cli = typer.Typer(
     name="pgdefer",
+    cls=Program,
     help="A job queue whose every rule lives in PostgreSQL.",
     no_args_is_help=True,
     rich_markup_mode=None,

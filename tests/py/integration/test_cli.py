@@ -348,6 +348,9 @@ def test_a_signal_while_a_worker_reports_its_end(
     ("arguments", "code", "message"),
     [
         (["worker"], Exit.USAGE, "Missing option"),
+        (["why", "1"], Exit.USAGE, "there is no command 'why': did you mean 'job why'?"),
+        (["pause"], Exit.USAGE, "did you mean 'queue pause'?"),
+        (["jobs"], Exit.USAGE, "No such command 'jobs'. Did you mean 'job'?"),
         (["worker", "-A", "no_such_module:app"], Exit.NO_APP, "No module named"),
         (["worker", "-A", "json:dumps"], Exit.NO_APP, "json:dumps is a function, not an App"),
         (["worker", "-A", "json:dmps"], Exit.NO_APP, "json has no dmps"),
