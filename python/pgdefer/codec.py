@@ -73,6 +73,8 @@ Decoder = Callable[[Any], Any]
 
 _scan = json.JSONDecoder().raw_decode
 _TOO_DEEP = "the value is nested too deeply"
+# What to do about a type that can't be stored. Our own types may have an attribute for it.
+_INSTEAD = "Pass JSON's types, or register the type with app.codec.register."
 
 
 def unwrap(stored: str) -> Any:
@@ -244,7 +246,7 @@ class Codec:
         if encoder is None:
             raise EncodeError(
                 f"{_class_name(kind)} can't be stored",  # the value may be secret
-                hint="Pass JSON's types, or register the type with app.codec.register.",
+                hint=getattr(kind, "_pgdefer_instead", _INSTEAD),
             )
         return encoder(value)
 
@@ -258,7 +260,7 @@ class Codec:
             return simple
         if kind in _SEQUENCES:
             return functools.partial(self._encode_sequence, _SEQUENCES[kind])
-        if "__dataclass_fields__" in kind.__dict__:
+        if "__dataclass_fields__" in kind.__dict__ and not hasattr(kind, "_pgdefer_instead"):
             return self._encode_dataclass
         return None
 

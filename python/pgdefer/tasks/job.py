@@ -6,7 +6,7 @@ Tests: integration/test_managing.py, integration/test_results.py.
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from pgdefer.client.client import Client
 from pgdefer.tasks.job_calls import JobCalls
@@ -32,6 +32,9 @@ class Job(JobCalls[R_co], AsyncJobCalls[R_co]):
     They raise WrongIsolation in a transaction that is not READ COMMITTED. Until the transaction
     ends, workers admit no new jobs, and such calls on other connections wait: keep it short.
     """
+
+    # What EncodeError says.
+    _pgdefer_instead: ClassVar[str] = "Pass its id: job.id."
 
     id: int
     client: Client = dataclasses.field(repr=False, compare=False)

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pgdefer import Codec, DecodeError, EncodeError
+from pgdefer import App, Codec, DecodeError, EncodeError
 
 
 class Colour(enum.Enum):
@@ -303,6 +303,12 @@ def test_own_types() -> None:
     back = codec.loads(stored)
     assert back["price"].amount == Decimal("1.50")
     assert back["more"][0].amount == 2
+
+
+def test_a_job_is_not_stored_but_its_id() -> None:
+    job = App("postgresql://nowhere.invalid/x").job(7)
+    with pytest.raises(EncodeError, match=r"\.Job can't be stored\. Pass its id: job\.id\."):
+        Codec().dumps([job])
 
 
 class Purchase(pydantic.BaseModel):
