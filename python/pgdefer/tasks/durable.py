@@ -113,9 +113,12 @@ class DurableCalls(StepCalls):
         can't be decoded. The job holds no slot meanwhile.
         """
         check_name("name, with ' ended',", f"{name} ended")
-        with self._step(name, None) as (key, value):
+        # The wait has the number of its calls: waits beside each other begin in any order.
+        taken = self.steps.take(name)
+        ended = f"{name} ended{taken.removeprefix(name)}"
+        with self._step(name, None, taken) as (key, value):
             ids = ids_of(value) if key is None else self._defer(key, check_prepared(calls))
-        self._await_jobs(f"{name} ended", ids)
+        self._await_jobs(ended, ids)
         while (rows := self._ended(ids)) is None:
             # An operator has retried one. The name must be of no other use: it may be skipped.
             self._await_jobs(f"job {ids[0]} ended again", ids)

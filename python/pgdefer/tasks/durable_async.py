@@ -112,13 +112,16 @@ class AsyncDurableCalls(AsyncStepCalls):
         can't be decoded. The job holds no slot meanwhile.
         """
         check_name("name, with ' ended',", f"{name} ended")
-        async with self._step_async(name, None) as (key, value):
+        # The wait has the number of its calls: waits beside each other begin in any order.
+        taken = self.steps.take(name)
+        ended = f"{name} ended{taken.removeprefix(name)}"
+        async with self._step_async(name, None, taken) as (key, value):
             ids = (
                 ids_of(value)
                 if key is None
                 else await self._defer_async(key, check_prepared(calls))
             )
-        await self._await_jobs_async(f"{name} ended", ids)
+        await self._await_jobs_async(ended, ids)
         while (rows := await self._ended_async(ids)) is None:
             # An operator has retried one. The name must be of no other use: it may be skipped.
             await self._await_jobs_async(f"job {ids[0]} ended again", ids)

@@ -240,9 +240,14 @@ class StepCalls:
             raise failed  # outside of the block, which would give the step's name back
 
     @contextlib.contextmanager
-    def _step(self, name: str, fingerprint: str | None) -> Iterator[tuple[str | None, Any]]:
-        """Yield the step's name and None, or None and its value if the step is finished."""
-        key = self.steps.take(name, fingerprint)
+    def _step(
+        self, name: str, fingerprint: str | None, taken: str | None = None
+    ) -> Iterator[tuple[str | None, Any]]:
+        """Yield the step's name and None, or None and its value if the step is finished.
+
+        `taken` is what `take` has returned, if the caller has called it.
+        """
+        key = self.steps.take(name, fingerprint) if taken is None else taken
         begun = self.steps.running.begin()
         try:
             self._check_claim()

@@ -243,10 +243,13 @@ class AsyncStepCalls:
 
     @contextlib.asynccontextmanager
     async def _step_async(
-        self, name: str, fingerprint: str | None
+        self, name: str, fingerprint: str | None, taken: str | None = None
     ) -> AsyncIterator[tuple[str | None, Any]]:
-        """Yield the step's name and None, or None and its value if the step is finished."""
-        key = self.steps.take(name, fingerprint)
+        """Yield the step's name and None, or None and its value if the step is finished.
+
+        `taken` is what `take` has returned, if the caller has called it.
+        """
+        key = self.steps.take(name, fingerprint) if taken is None else taken
         begun = self.steps.running.begin()
         try:
             await self._check_claim_async()
