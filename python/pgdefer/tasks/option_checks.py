@@ -36,6 +36,13 @@ _OF_OTHERS = {
     "time_limit": "timeout",
 }
 
+# What to do in place of other options of theirs.
+_IN_PLACE_OF = {
+    "bind": "call pgdefer.current_job() in the handler",
+    "pass_context": "call pgdefer.current_job() in the handler",
+    "task_kwargs": "pass all arguments to defer",
+}
+
 _KINDS = (
     (dt.timedelta, "a timedelta"),
     (dt.datetime, "a datetime with a time zone"),
@@ -63,7 +70,7 @@ def check_options(
         if name not in hints:
             known = {*hints, *besides}
             near = _OF_OTHERS.get(name) or "".join(difflib.get_close_matches(name, known, 1))
-            meant = (
+            meant = _IN_PLACE_OF.get(name) or (
                 f"did you mean {near}?" if near in known else "it takes " + ", ".join(sorted(known))
             )
             raise TypeError(f"{what} takes no option {name}: {meant}")
