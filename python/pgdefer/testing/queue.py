@@ -230,7 +230,10 @@ class TestQueue(StandingIn, AskingQueue):
                 raise JobFailed(id, error)
             case "cancelled":
                 raise JobCancelled(id, error)
-        raise TimeoutError(f"job {id} is {state}: no worker runs in a test, call run() first")
+        why = "no worker runs in a test, call run() first"
+        if state != "ready":
+            ((why,),) = await self._call(sql.WHY, {"id": id})
+        raise TimeoutError(f"job {id} is {state}: {why}")
 
     # Running
 

@@ -111,6 +111,8 @@ def test_a_job_waits_for_a_signal(shop: Shop, queue: TestQueue) -> None:
     job = shop.refund.defer(50)
     assert [(ran.state, ran.error) for ran in queue.run()] == [("waiting", None)]
     assert queue.run() == []
+    with pytest.raises(TimeoutError, match=r"is waiting: at its step approval it waits for signal"):
+        job.result()
     shop.app.job(job).signal("approval", {"by": "Ann"})
     assert [ran.result for ran in queue.run()] == ["50, says Ann"]
     assert shop.calls == ["weigh"]
