@@ -400,8 +400,8 @@ def _limit(text: str) -> tuple[str, int]:
 
 
 def _names(texts: list[str], option: str = "-q") -> list[str]:
-    """Return names separated by commas."""
-    names = [name for text in texts for name in text.split(",")]
+    """Return names separated by commas, and perhaps blanks."""
+    names = [name.strip() for text in texts for name in text.split(",")]
     if "" in names:
         whole = "to serve all queues" if option == "-q" else "to run all tasks"
         fail(Exit.USAGE, f"{option} contains an empty name: leave {option} out {whole}")

@@ -409,7 +409,7 @@ def test_an_import_that_fails_is_located(run: Run, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("names", ["", "a,", ",a"])
+@pytest.mark.parametrize("names", ["", "a,", ",a", "a, "])
 def test_an_empty_name_does_not_stand_for_all_queues(run: Run, tmp_path: Path, names: str) -> None:
     (tmp_path / "mod.py").write_text(MODULE.format(dsn=NOWHERE))
     done = run("worker", "-A", "mod:app", "-q", names, "--drain")
