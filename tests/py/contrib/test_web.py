@@ -267,6 +267,22 @@ def test_a_schedule_in_words(login: Login, conn: Connection) -> None:
     assert "every 7 hours" in client.get("/schedule?name=e").text
 
 
+@pytest.mark.parametrize(
+    ("cron", "days"),
+    [
+        ("0 0 13 * 5", "on day 13 of the month, on Friday; either day is enough"),
+        ("0 0 13 * 1-5", "on day 13 of the month, Monday through Friday; either day is enough"),
+        ("0 0 */2 * 1", "every 2 days, on Monday; both days must match"),
+        ("0 0 0 1,15 * */2", "every 2 days of the week; both days must match"),
+        ("0 0 13 * *", "on day 13 of the month"),
+    ],
+)
+def test_two_fields_of_days_in_words(login: Login, conn: Connection, cron: str, days: str) -> None:
+    conn.execute("select queue.schedule('s', %s, 't')", [cron])
+    text = Marks(login("page_reader").get("/schedule?name=s").text).text
+    assert f"{days})" in text
+
+
 def test_shares(login: Login, conn: Connection) -> None:
     conn.execute("select queue.defer('t', options => '{\"share\": \"ann\"}')")
     conn.execute("select queue.configure_share('ann', '{\"weight\": 3}')")

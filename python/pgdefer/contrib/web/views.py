@@ -168,9 +168,16 @@ def in_words(cron: str) -> str:
     options = Options()
     options.use_24hour_time_format = True
     try:
-        return str(get_description(cron, options))
+        words = str(get_description(cron, options))
     except FormatError:
         return ""
+    *_, day, _month, weekday = cron.split()
+    if "*" in (day, weekday):
+        return words
+    # The library's own "or" does not follow this rule, and only some forms have it.
+    both = day.startswith("*") or weekday.startswith("*")
+    rule = "both days must match" if both else "either day is enough"
+    return f"{words.replace(', or on ', ', on ')}; {rule}"
 
 
 def workers(visit: Visit) -> Response:
