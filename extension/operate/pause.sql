@@ -96,7 +96,8 @@ begin
 end $$;
 
 -- Records and applies a call of resume, and deletes earlier calls that it covers: without a task, also those
--- of tasks. It is recorded only if there is a pause, of other queues, that it may be an exception to.
+-- of tasks. A call of resume is kept only as long as there is a pause, of more queues, that it is an exception
+-- to: else each queue that was ever resumed beside a pause would slow down admission for ever.
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008; the caller has checked the isolation level.
 create or replace function queue._end_pause(p_queue text, p_task text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
@@ -107,8 +108,12 @@ begin
   perform queue._admit_all();
   delete from queue.pause p
   where (v_queue is null or queue._matches(p.queue, v_queue)) and (p_task is null or p.task = p_task);
-  insert into queue.pause (queue, task, is_paused)
-  select v_queue, p_task, false where exists (select from queue.pause);
+  insert into queue.pause (queue, task, is_paused) values (v_queue, p_task, false);
+  delete from queue.pause r
+  where not r.is_paused and not exists (
+    select from queue.pause p
+    where p.is_paused and p.no < r.no and (r.task is null or p.task = r.task)
+      and (p.queue is null or queue._matches(r.queue, p.queue)));
   if p_task is null then
     perform queue._mark_paused_lanes(v_queue);
   end if;

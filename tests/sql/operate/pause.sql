@@ -1,6 +1,6 @@
 -- Pausing with patterns, times and tasks.
 
-select plan(40);
+select plan(43);
 
 \ir queues.helpers.psql
 
@@ -50,6 +50,16 @@ select is((select string_agg(concat_ws(' ', t.name, t.defaults, t.paused_in), ',
 select is(queue.resume(task => 'x'), 2, 'resumed');
 select is((select t.paused_in from queue.tasks t where t.name = 'x'), null, 'and queue.tasks forgets it');
 select is(pg_temp.run(), 'x x', 'they go');
+
+-- A call of resume is kept only as an exception to a pause.
+create view pg_temp.calls as
+select string_agg(concat_ws(' ', coalesce(p.queue, '*'), p.task, case when p.is_paused then 'paused' else 'resumed' end), ', ' order by p.no) as calls from queue.pause p;
+select queue.pause('old*'), queue.pause(task => 'x'), queue.resume('far*'), queue.resume('far.1'), queue.resume('old.1'), queue.resume('old.2', 'x'), queue.resume('old.3', 'y') \g /dev/null
+select is(calls, 'old* paused, * x paused, far* resumed, far.1 resumed, old.1 resumed, old.2 x resumed', 'exceptions are kept') from pg_temp.calls;
+select queue.resume(task => 'x') \g /dev/null
+select is(calls, 'old* paused, old.1 resumed', 'as long as there is the pause that they belong to') from pg_temp.calls;
+select queue.resume('old*') \g /dev/null
+select is(calls, null, 'and no longer') from pg_temp.calls;
 
 -- New jobs say so before they are admitted.
 select queue.pause('new*'), queue.resume('new.open'), queue.pause(task => 'x', queue => 'new.open'), queue._add_pause('new.past', null, '2000-01-01Z') \g /dev/null
