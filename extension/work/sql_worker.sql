@@ -137,14 +137,13 @@ begin
   select c.statement, c.args, c.timeout, c.late_at into v_call
   from queue.function_call(run_function.id, run_function.claim) c;
   if v_call.statement is null then
-    select f.state into v_state
+    select f.state into state
     from queue.finish_many(pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
       'id', run_function.id, 'claim', run_function.claim, 'outcome', 'unknown_task'))) f;
-    state := v_state;
-    outcome := 'released';
-    if pg_catalog.texteq(v_state, 'failed') then
-      outcome := 'failed';
+    if state is null then
+      perform from queue.function_call(run_function.id, run_function.claim);  -- raises: the claim is lost by now
     end if;
+    outcome := queue.attempt_outcome(run_function.id, run_function.claim);
     error := 'no worker knows the task';
     return next;
     return;
@@ -172,14 +171,11 @@ begin
       v_message := pg_catalog.concat('the claim had ended when the function returned: ', v_message);
     end if;
   end;
-  outcome := 'failed';
-  if v_options is not null then
-    outcome := 'timed_out';
-  end if;
   error := v_message;
   state := queue.fail(run_function.id, run_function.claim, v_message, pg_catalog.jsonb_build_object(
     'type', v_state, 'message', pg_catalog.left(v_message, 2000), 'traceback',
     pg_catalog.right(v_context, 16000)), v_options);
+  outcome := queue.attempt_outcome(run_function.id, run_function.claim);
   return next;
 end $$;
 comment on function queue.run_function(bigint, bigint) is

@@ -1,6 +1,6 @@
 -- Tasks that are database functions: registered, run by run_function, and by queue.work.
 
-select plan(46);
+select plan(47);
 
 create schema billing;
 create table billing.closed (month text constraint month_check check (month <> 'never'));
@@ -57,6 +57,13 @@ select id, claim from queue.fetch(:worker) \gset
 select is(r::text, '(scheduled,released,"no worker knows the task")', 'a task without a function goes back') from queue.run_function(:id, :claim) r;
 select is((select details from queue.attempts where job_id = :id), '{"unknown_task": "unknown"}', 'as not known');
 select queue.cancel(:id) \g /dev/null
+
+-- A job that was told to abort
+select queue.defer('unknown') as unknown, queue.defer('close', '{"month": "never"}') as fails \gset
+create temp table told as select f.id, f.claim from queue.fetch(:worker, null, 2) f;
+select queue.cancel(t.id, true) from told t \g /dev/null
+select results_eq('select r.state, r.outcome from told t cross join lateral queue.run_function(t.id, t.claim) r',
+                  $$ values ('cancelled', 'aborted'), ('cancelled', 'aborted') $$, 'ends as aborted, whether there is a function or not');
 
 -- A claim that is lost while the function runs
 create function billing.loses(args jsonb) returns void language sql as $$
