@@ -83,10 +83,24 @@ begin
     select w.name from queue._view_grants() w where not w.is_for_some);
 end $$;
 
--- Revokes everything in the schema from a role. Locks: the caller's, which are those of migrate.
+-- Whether a role owns the schema or the tables: then its rights are its own, not those of grant_access.
+create or replace function queue._is_owner(p_role text)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return p_role in (
+    select pg_get_userbyid(n.nspowner) from pg_namespace n where n.nspname = 'queue'
+    union all
+    select pg_get_userbyid(c.relowner) from pg_class c where c.oid = 'queue.access'::regclass);
+end $$;
+
+-- Revokes everything in the schema from a role, unless it is the owner, who would be locked out.
+-- Locks: the caller's, which are those of migrate.
 create or replace function queue._revoke_all(p_role text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
+  if queue._is_owner(p_role) then
+    return;
+  end if;
   execute format('revoke all on all routines in schema queue from %I', p_role);
   execute format('revoke all on all tables in schema queue from %I', p_role);
   execute format('revoke all on all sequences in schema queue from %I', p_role);
@@ -118,8 +132,6 @@ begin
   perform queue._revoke_all(r.rolname)
   from pg_roles r
   where queue._has_usage(r.oid)
-    and r.oid <> (select n.nspowner from pg_namespace n where n.nspname = 'queue')
-    and r.oid <> (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass)
     and not exists (select from queue.access a where a.role = r.rolname);
 end $$;
 
@@ -134,7 +146,7 @@ begin
 end $$;
 
 -- Grants a role the rights in its rows of queue.access, and revokes those that a restricted role may not
--- have.
+-- have; from the owner nothing.
 create or replace function queue._regrant(p_role text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -144,7 +156,8 @@ begin
   execute format('grant usage on schema queue to %I', p_role);
   for v_object in
     with wanted as (
-      select n.name, bool_or(a.queues is null or n.name <> all (queue._unrestricted_only())) as is_given
+      select n.name, queue._is_owner(p_role)
+          or bool_or(a.queues is null or n.name <> all (queue._unrestricted_only())) as is_given
       from queue.access a
       cross join lateral queue._grants(a.kind) g
       cross join lateral unnest(g.functions || g.views) n (name)

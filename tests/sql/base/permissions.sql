@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(177);
+select plan(179);
 
 \ir permissions.helpers.psql
 
@@ -259,6 +259,22 @@ select queue.grant_access('pgdefer_tap_new', 'reader');
 select is(pg_temp.as_role('pgdefer_tap_newer', 'select from queue.jobs'), '42501', 'also if another role gets its old name, and rights');
 select queue.revoke_access('pgdefer_tap_new');
 drop role pgdefer_tap_new, pgdefer_tap_newer;
+
+-- The owner keeps its own rights, whatever is granted to it, and revoked.
+create view owner_lacks as
+select p.proname as name from pg_proc p
+where p.pronamespace = 'queue'::regnamespace and not exists (select from aclexplode(p.proacl) x where x.grantee = p.proowner)
+union all
+select c.relname from pg_class c
+where c.relnamespace = 'queue'::regnamespace and c.relkind = 'v' and c.relacl is not null and not exists (select from aclexplode(c.relacl) x where x.grantee = c.relowner)
+union all
+select n.nspname from pg_namespace n
+where n.nspname = 'queue' and not exists (select from aclexplode(n.nspacl) x where x.grantee = n.nspowner and x.privilege_type = 'USAGE');
+create temp table before_owner as select name from owner_lacks;
+select queue.grant_access(pg_get_userbyid(n.nspowner), 'operator', '{a}') from pg_namespace n where n.nspname = 'queue';
+select bag_eq('select name from owner_lacks', 'select name from before_owner', 'a restriction of the owner takes nothing from it');
+select queue.revoke_access(pg_get_userbyid(n.nspowner)) from pg_namespace n where n.nspname = 'queue';
+select bag_eq('select name from owner_lacks', 'select name from before_owner', 'nor does an end of its access');
 
 -- Revoking
 select queue.revoke_access(k.role) from kinds k where k.kind <> '';
