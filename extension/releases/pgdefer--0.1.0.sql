@@ -2477,6 +2477,10 @@ declare
   v_other bigint;
   v_job record;
 begin
+  -- to read the log would make transactions in SERIALIZABLE that defer beside each other fail
+  if v_allowed is null then
+    return;
+  end if;
   -- for a job that existed before, only the queue counts
   select coalesce(j.queue, p_key_queue) as queue, x.is_new, j.queueing_lock,
     case when x.is_new then array_remove(j.needs || (j.options ->> 'parent')::bigint, null) end as others
@@ -2988,12 +2992,22 @@ end $$;
 -- tests/py/races/test_wake_ups.py.
 -- Tests: work/worker_sleep.sql, work/worker_sleep.lead_sleeper.spec, operate/cancel_hold.finish.spec.
 
--- Locks: none. Sends the notification, unless the session or database has SET pgdefer.notify = off.
--- Qualified, like defer.
+-- Whether to notify: not if the session or database has SET pgdefer.notify = off, and not if a session that
+-- listens, but stays in a transaction, has let the server's queue of notifications fill up: then each COMMIT
+-- that notifies fails, until somebody calls pg_notification_queue_usage, which removes what all have read.
+-- Locks: none. Qualified, like defer.
+create or replace function queue._may_notify()
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  return coalesce(pg_catalog.current_setting('pgdefer.notify', true), '') operator(pg_catalog.<>) 'off'
+    and pg_catalog.pg_notification_queue_usage() operator(pg_catalog.<) 0.9;
+end $$;
+
+-- Locks: none. Sends the notification, if that is possible. Qualified, like defer.
 create or replace function queue._wake()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  if coalesce(pg_catalog.current_setting('pgdefer.notify', true), '') operator(pg_catalog.<>) 'off' then
+  if queue._may_notify() then
     perform pg_catalog.pg_notify('pgdefer', '');
   end if;
 end $$;
@@ -3029,7 +3043,7 @@ begin
       cross join lateral (select a.ctid from queue.awaited a where a.id = u.id for update skip locked) a))
     returning a.id)
   select array_agg(distinct g.id) into v_ids from gone g;
-  if v_ids is not null and current_setting('pgdefer.notify', true) is distinct from 'off' then
+  if v_ids is not null and queue._may_notify() then
     perform pg_notify('pgdefer_result_' || u.id, '') from unnest(v_ids) u (id);
   end if;
 end $$;
@@ -3038,7 +3052,7 @@ end $$;
 create or replace function queue._notify_pause()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  if current_setting('pgdefer.notify', true) is distinct from 'off' then
+  if queue._may_notify() then
     perform pg_notify('pgdefer_worker_' || w.id, 'pause') from queue.worker w where w.gone_at is null;
   end if;
 end $$;
@@ -3050,7 +3064,7 @@ returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   insert into queue.abort (id, claim, worker_id, reason) values (p_id, p_claim, p_worker, p_reason)
   on conflict on constraint abort_pkey do nothing;
-  if current_setting('pgdefer.notify', true) is distinct from 'off' then
+  if queue._may_notify() then
     perform pg_notify('pgdefer_worker_' || p_worker, '');
   end if;
 end $$;
@@ -3343,13 +3357,44 @@ begin
     select w.name from queue._view_grants() w where not w.is_for_some);
 end $$;
 
--- Revokes everything in the schema from a role. Locks: the caller's, which are those of migrate.
+-- Whether a role owns the schema or the tables: then its rights are its own, not those of grant_access.
+create or replace function queue._is_owner(p_role text)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return p_role in (
+    select pg_get_userbyid(n.nspowner) from pg_namespace n where n.nspname = 'queue'
+    union all
+    select pg_get_userbyid(c.relowner) from pg_class c where c.oid = 'queue.access'::regclass);
+end $$;
+
+-- Revokes everything in the schema from a role, unless it is the owner, who would be locked out.
+-- Locks: the caller's, which are those of migrate.
 create or replace function queue._revoke_all(p_role text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
+  if queue._is_owner(p_role) then
+    return;
+  end if;
   execute format('revoke all on all routines in schema queue from %I', p_role);
   execute format('revoke all on all tables in schema queue from %I', p_role);
+  execute format('revoke all on all sequences in schema queue from %I', p_role);
   execute format('revoke usage on schema queue from %I', p_role);
+end $$;
+
+-- Revokes everything from the roles, or PUBLIC, to which ALTER DEFAULT PRIVILEGES of the owner gives rights to
+-- what it creates: these would be rights to tables, and to functions that no kind of role may call.
+-- Locks: the caller's, which are those of migrate.
+create or replace function queue._revoke_defaults()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._revoke_all(x.grantee)
+  from (
+    select distinct coalesce(r.rolname, 'public') as grantee
+    from pg_default_acl d
+    cross join lateral aclexplode(d.defaclacl) a
+    left join pg_roles r on r.oid = a.grantee
+    where pg_get_userbyid(d.defaclrole) = current_user and a.grantee <> d.defaclrole
+      and (d.defaclnamespace = 0 or d.defaclnamespace = 'queue'::regnamespace)) x;
 end $$;
 
 -- After the rows of a role that no longer exists were deleted: it may have another name now. So it revokes
@@ -3361,8 +3406,6 @@ begin
   perform queue._revoke_all(r.rolname)
   from pg_roles r
   where queue._has_usage(r.oid)
-    and r.oid <> (select n.nspowner from pg_namespace n where n.nspname = 'queue')
-    and r.oid <> (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass)
     and not exists (select from queue.access a where a.role = r.rolname);
 end $$;
 
@@ -3377,7 +3420,7 @@ begin
 end $$;
 
 -- Grants a role the rights in its rows of queue.access, and revokes those that a restricted role may not
--- have.
+-- have; from the owner nothing.
 create or replace function queue._regrant(p_role text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -3387,7 +3430,8 @@ begin
   execute format('grant usage on schema queue to %I', p_role);
   for v_object in
     with wanted as (
-      select n.name, bool_or(a.queues is null or n.name <> all (queue._unrestricted_only())) as is_given
+      select n.name, queue._is_owner(p_role)
+          or bool_or(a.queues is null or n.name <> all (queue._unrestricted_only())) as is_given
       from queue.access a
       cross join lateral queue._grants(a.kind) g
       cross join lateral unnest(g.functions || g.views) n (name)
@@ -3415,6 +3459,7 @@ begin
     then
     delete from queue.access a using pg_roles r where r.rolname = a.role and not queue._has_usage(r.oid);
   end if;
+  perform queue._revoke_defaults();
   perform queue._regrant(x.role)
   from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
   perform queue._switch_restriction();
@@ -4291,7 +4336,7 @@ begin
       end if;
       if coalesce(jsonb_typeof(v_value), 'null') in ('object', 'array', 'null') then
         perform queue._invalid(format('%s names a field that args do not fill', what),
-          'Every {field} must be a text, number or boolean in args.',
+          'Every {field} must be a text, number or boolean in args, which have no defaults of the handler.',
           format('template: %s, field: %s', template, left(v_parts[i], v_end - 1)));
       end if;
       v_text := v_text || (v_value #>> '{}') || replace(substr(v_parts[i], v_end + 1), '}}', '}');
@@ -5080,8 +5125,11 @@ end $$;
 -- (admit/admission.sql).
 -- extension/macros names the bits of flags.
 
--- Locks: only the sleep lock (work/worker_sleep.sql), shared and by try; with queueing_lock, its row. For
--- speed it has no search_path of its own, so every name and operator in it is qualified; _defer_any has one.
+-- Locks: the row of its idempotency key, then that of its queueing lock. No other that anybody waits for: the
+-- sleep lock (work/worker_sleep.sql), shared and by try; with needs those of _check_needs, in a group that of
+-- _join_open_group.
+-- For speed it has no search_path of its own, so every name and operator in it is qualified; _defer_any has
+-- one.
 -- Raises: 22023, QJ001 (a need or parent that isn't visible), QJ004.
 create or replace function queue.defer(
   task text, args jsonb default '{}', queue text default null, priority integer default null,
@@ -6223,7 +6271,8 @@ end $$;
 
 -- Runs the schedules in the rows, until p_budget jobs are deferred; looked_at: how many rows it reached.
 -- It writes plain jobs and all records at the end, in one statement each.
--- Locks: the caller holds the admission lock. Queueing locks are waited for 5 ms, then the run is postponed.
+-- Locks: the caller holds the admission lock. Keys (queueing locks, idempotency keys) that other transactions
+-- have taken are waited for 5 ms, then the run is postponed.
 -- In one piece: a version with a call for each schedule took 28 % longer for 1,000 due ones.
 create or replace function queue._run_schedules(
   p_rows tid[], p_now timestamptz, p_budget integer, out looked_at integer, out runs integer,
@@ -7507,7 +7556,7 @@ end $$;
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.
-create or replace function queue._await_rates(p_keys text[])
+create or replace function queue._set_next_starts(p_keys text[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   with heavy as materialized (
@@ -7823,8 +7872,8 @@ end $$;
 -- the same with a later deadline. Returns their keys.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: the arriving jobs get these slots, and
 -- the caller names the keys in grown.
-create or replace function queue._yield_reserved(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
-  p_flags smallint[])
+create or replace function queue._pass_reserved_on(p_ids bigint[], p_lanes integer[],
+  p_deadlines timestamptz[], p_flags smallint[])
 returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_jobs record;
@@ -8418,7 +8467,7 @@ end $$;
 
 -- Puts jobs that were taken out into their final state. _advance tells their locks and dependents, by
 -- p_ended.
--- Locks: the caller holds the admission lock.
+-- Locks: the caller holds the admission lock and the jobs' rows of queue.queueing_lock.
 create or replace function queue._finish_unclaimed(p_ids bigint[], p_state text, p_reason text, p_error text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -8444,6 +8493,9 @@ begin
 end $$;
 
 -- Cleans up after jobs that have finished: leases, aborts, queueing locks, retention.
+-- Locks: rows of queue.abort by skip locked; the jobs' rows of queue.queueing_lock, which the caller holds
+-- unless the jobs ran: then only a call that is about to be refused has one, as no job starts that is being
+-- replaced.
 create or replace function queue._clean_up(p_ids bigint[], p_flags smallint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -8618,7 +8670,7 @@ begin
   joined := array(select u.id from unnest(v_pass) u (id) where u.id = any (p_joining));
 end $$;
 
--- admit/await_turns.sql
+-- admit/mixed_locks.sql
 -- Ordered jobs that hold a lock's turn without its slot, in a lock that has become mixed.
 -- Tests: admit/locks.sql, admit/locks.mixed.spec.
 
@@ -8628,7 +8680,7 @@ end $$;
 -- asked: ordered jobs that were taken out for that; keys: semaphores in which that left room; postponed:
 -- mutex jobs that must come back later, because another transaction holds the row of the ordered one.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
-create or replace function queue._await_turns(p_ids bigint[], p_flags smallint[], out asked bigint[],
+create or replace function queue._ask_for_slots(p_ids bigint[], p_flags smallint[], out asked bigint[],
   out keys text[], out postponed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -8704,7 +8756,7 @@ begin
   v_entries := queue._queue_entries(p_ids);
   if v_entries.all_flags & 2/* mutex */ <> 0 and exists (select from unnest(v_entries.flags) f
     where f & 3/* lock */ = 2/* mutex */) then
-    v_turns := queue._await_turns(v_entries.ids, v_entries.flags);
+    v_turns := queue._ask_for_slots(v_entries.ids, v_entries.flags);
     if v_turns.asked is not null then
       grown := v_turns.keys || (
         select s.grown from queue._queue_entries(v_turns.asked) a
@@ -8770,7 +8822,7 @@ end $$;
 -- each line does not fit.
 -- p_by_turns: shares take turns at slots for which no job waits yet, and the jobs that get them count as
 -- turns in the line that begins.
--- Locks: the caller holds the admission lock.
+-- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
 -- With a function of its own for the loop, 50 jobs with a key take 0.1 % more instructions.
 -- In one piece: the loop shares its arrays, so that function would take 11 arguments and return 9.
 create or replace function queue._take_slots(
@@ -8835,7 +8887,7 @@ begin
   grown := queue._set_slots(v_keys.set_keys, v_keys.set_slots, v_keys.set_ids, v_keys.set_rate_limits,
     v_keys.set_rate_pers);
   if not p_is_refill and exists (select from queue.waiting w where w.reserved is not null) then
-    grown := grown || queue._yield_reserved(p_ids, p_lanes, p_deadlines, p_flags);
+    grown := grown || queue._pass_reserved_on(p_ids, p_lanes, p_deadlines, p_flags);
   end if;
   select array_agg(s.slots order by u.n) as slots, array_agg(s.rate_limit order by u.n) as rates,
     array_agg(least(s.slots, 1000000000/* most_slots */) - s.used order by u.n) as free,
@@ -9000,7 +9052,7 @@ begin
   perform queue._add_slots(v_keys.keys, v_keys.lanes, v_reserved, v_ready, v_waiting, v_lows,
     v_low_deadlines, v_keys.newest);
   if v_counts.have_rates and v_wait <> '{}' then
-    perform queue._await_rates(v_wait_keys);
+    perform queue._set_next_starts(v_wait_keys);
   end if;
   if discarded is not null then
     perform queue._keep_turns(discarded);
@@ -9105,7 +9157,7 @@ begin
       exit;
     end if;
   end loop;
-  perform queue._await_rates(p_keys);
+  perform queue._set_next_starts(p_keys);
   if exists (select from queue.waiting w where w.reserved is not null) then
     v_grown := v_grown || queue._forgo(p_keys);
   end if;
@@ -11950,8 +12002,8 @@ end $$;
 -- Begins a new era if one is due, and after a restore into another cluster admits again the jobs whose stored
 -- transaction ids are no longer valid.
 -- Locks: if a new era is due, the admission lock, waited for: the caller holds nothing. Then the row of
--- queue.installation, which no other session locks for long. For why no number of an ended era is used again
--- see _ensure_era.
+-- queue.installation, which only a transaction with queue.configure keeps locked. For why no number of an
+-- ended era is used again see _ensure_era.
 create or replace function queue._check_era()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -12047,8 +12099,10 @@ end $$;
 --
 -- Lock order of the whole package, each class once and sorted:
 --   own claimed rows of queue.active_job  <  the admission lock (queue.admission)  <  everything else.
--- Calls of operators take rows of queue.queueing_lock between these two (operate/lock_jobs.sql); a heartbeat
--- and deregister_worker take the worker's own row before all.
+-- Calls of operators also take rows of queue.finished and queue.queueing_lock before the admission lock
+-- (operate/lock_jobs.sql); heartbeat, deregister_worker and worker_died take the worker's row before all.
+-- A function whose caller holds the admission lock says which rows its own statements lock, if any; what it
+-- calls says the same of itself.
 -- The holder of the admission lock never waits for a row of queue.active_job (it uses SKIP LOCKED), so a
 -- process that holds claimed rows may safely wait for the admission lock. The tables of tables/admit and of
 -- tables/recur are written only under the admission lock, by one process at a time, so there are no races
@@ -12284,7 +12338,7 @@ begin
     where w.ctid = any (array(select d.tid from due d where not d.is_mark))
     returning w.id),
   opened as (
-    -- the rates of their keys let more start (_await_rates)
+    -- the rates of their keys let more start (_set_next_starts)
     update queue.waiting w set at = null
     where w.ctid = any (array(select d.tid from due d where d.is_mark))
     returning w.key)
@@ -12919,7 +12973,7 @@ begin
     select d.worker_id from queue.sleeper d
     where d.worker_id = p_worker or p_has_found and cardinality(v_ahead) = 1 and d.worker_id = v_ahead[1]
     for update skip locked);
-  if cardinality(v_ahead) < 2 and current_setting('pgdefer.notify', true) is distinct from 'off' then
+  if cardinality(v_ahead) < 2 and queue._may_notify() then
     perform pg_notify('pgdefer_worker_' || n.worker_id, 'sleep')
     from (
       select d.worker_id
@@ -12989,9 +13043,9 @@ comment on function queue.attempt_outcome(bigint, bigint) is
 -- live worker whose process ran only this job and died. A run that ends by waiting clears the count of
 -- crashes, as a job that lives for months may crash now and then. Changes for a retry (queue, priority, lock)
 -- are handed over, not written here: settling first releases what the claim held under the old names.
--- Locks: the claim's row of queue.active_job, which protects the job's row of queue.job_override; with
--- p_settle also the admission lock, by try; for an unknown task those of _leave_line. Why no wake-up is lost:
--- the claim is settled, here or by the next admission.
+-- Locks: the claim's row of queue.active_job, which protects the job's row of queue.job_override; if the job
+-- has ended, those of _clean_up; with p_settle also the admission lock, by try; for an unknown task those of
+-- _leave_line. Why no wake-up is lost: the claim is settled, here or by the next admission.
 -- Raises: QJ001, QJ002, QJ005; the outcome has been checked.
 create or replace function queue._end_attempt(p_outcome jsonb, p_id bigint, p_claim bigint, p_settle boolean)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
@@ -13437,9 +13491,9 @@ begin
     where s.job_id = p_id and s.name = p_name and s.no = coalesce(p_no, 1) and s.finished_at is not null);
 end $$;
 
--- Keeps a claim from ending before this transaction ends. p_may_end: this transaction may end it; two such
--- transactions wait for each other here, as they would be deadlocked where they end it.
--- Locks: see the top. Raises: QJ001, QJ002.
+-- Keeps a claim from ending before this transaction ends. p_may_end: this transaction may end it.
+-- Locks: see the top; with p_may_end, FOR NO KEY UPDATE: of two such transactions one waits for the other
+-- here, as they would be deadlocked where they end it. Raises: QJ001, QJ002.
 create or replace function queue._lock_claim(p_id bigint, p_claim bigint, p_may_end boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -13605,11 +13659,12 @@ end $$;
 --
 -- Each of them takes the pair (id, claim) and deletes the row of queue.active_job that has both, so a claim
 -- ends exactly once. In the same transaction, the job goes to queue.finished or back to the gates.
--- Locks: the claims' rows of queue.active_job, in the order of ids. finish_many and finish_and_fetch then try
--- the admission lock and settle. succeed, fail, retry_later and release may be part of a handler's own long
--- transaction, so they never take the admission lock: they append a pending settlement.
+-- Locks: the claims' rows of queue.active_job, in the order of ids; for jobs that have ended, those of
+-- _clean_up. finish_many and finish_and_fetch then try the admission lock and settle. succeed, fail,
+-- retry_later and release may be part of a handler's own long transaction, so they never take the admission
+-- lock: they append a pending settlement.
 
--- Locks: the claim's row in queue.active_job. Raises: QJ001, QJ002, QJ008.
+-- Locks: the claim's row of queue.active_job; then those of _clean_up. Raises: QJ001, QJ002, QJ008.
 create or replace function queue.succeed(id bigint, claim bigint, result jsonb default null)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
@@ -14411,7 +14466,7 @@ comment on function queue.set_progress(bigint, bigint, numeric, text) is
 -- extended. An extension after that means that the handler could not be ended and still runs, as the live
 -- worker reports: then only the lease counts, so that no second run, and no other holder of its lock or slot,
 -- starts beside it.
--- Locks: the claim's row. Raises: 22023, QJ001, QJ002.
+-- Locks: the claim's row, then that of its lease. Raises: 22023, QJ001, QJ002.
 create or replace function queue.extend(id bigint, claim bigint, lease interval)
 returns timestamptz language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -15505,7 +15560,7 @@ end $$;
 
 -- Forgets the claims of workers that are gone.
 -- Locks: the caller holds the admission lock.
-create or replace function queue._forget_worker_claims()
+create or replace function queue._forget_claims_of_gone_workers()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   delete from queue.worker_claim c
@@ -15670,7 +15725,7 @@ begin
   perform queue._repair_replacing();
   perform queue._mark_idle_lanes();
   perform queue._forget_semaphores();
-  perform queue._forget_worker_claims();
+  perform queue._forget_claims_of_gone_workers();
 end $$;
 
 -- When something is due that no commit announces: a schedule, a lease, a recurring run. now() if jobs are
@@ -15716,7 +15771,7 @@ end $$;
 -- them (work/reap.sql). heartbeat also tells it which claims to abort; who asks for that: _notify_abort
 -- (base/notify.sql).
 
--- Locks: none, except as _check_era if a new era is due. Raises: 22023.
+-- Locks: as _check_era, if a new era is due; as _restart_grace, if all workers were silent. Raises: 22023.
 create or replace function queue.register_worker(name text, queues text[] default null,
   info jsonb default '{}')
 returns bigint language plpgsql volatile parallel unsafe security definer
@@ -15858,7 +15913,7 @@ comment on function queue.deregister_worker(bigint) is
   'Removes the worker; its running jobs go back to ready. Returns their number. It is not an error if the'
     ' worker is already gone.';
 
--- register_worker without the check of rights. Errors: as there. Locks: as there; as _restart_grace.
+-- register_worker without the check of rights. Locks and errors: as there.
 create or replace function queue._register_worker(p_name text, p_queues text[], p_info jsonb)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -16054,7 +16109,7 @@ begin
   end if;
   perform queue._add_slots(v_moved.keys, v_moved.lanes, null, null,
     array_fill(-1, array[cardinality(v_moved.ids)]), null);
-  perform queue._await_rates(v_moved.rated);
+  perform queue._set_next_starts(v_moved.rated);
   perform queue._free_reserved(v_moved.reserved_ids, v_moved.reserved_keys);
   if v_moved.heavy_keys || v_moved.reserved_keys is not null then
     -- others waited for these
@@ -16366,7 +16421,7 @@ begin
     perform queue._advance(p_keys => v_add_keys);
   elsif v_add_keys <> '{}' then
     if array_remove(v_keys.rates, null) <> '{}' then
-      perform queue._await_rates(v_keys.keys);
+      perform queue._set_next_starts(v_keys.keys);
     end if;
   end if;
   if v_due <> '{}' then
@@ -17205,7 +17260,7 @@ end $$;
 -- if the admission lock is already held (p_has_lock). If the last fetch left no job ready (the hint was_dry),
 -- one that asks for many claims them as it admits them (work/claim_slice.sql). This function handles the most
 -- common case, one plain lane with enough jobs; the rest is left to _claim_loop.
--- Locks: the admission lock by try; rows of queue.active_job by skip locked; the admission lock by try.
+-- Locks: the admission lock by try; rows of queue.active_job by skip locked; then as _claim_loop.
 -- For why claims rise, and come after the jobs that they follow, see _claim_plain.
 -- In one piece: with a function that claims one job, defer, fetch and succeed of it cost 1.1 % more.
 create or replace function queue._claim_one_lane(
@@ -18132,14 +18187,13 @@ begin
   select c.statement, c.args, c.timeout, c.late_at into v_call
   from queue.function_call(run_function.id, run_function.claim) c;
   if v_call.statement is null then
-    select f.state into v_state
+    select f.state into state
     from queue.finish_many(pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
       'id', run_function.id, 'claim', run_function.claim, 'outcome', 'unknown_task'))) f;
-    state := v_state;
-    outcome := 'released';
-    if pg_catalog.texteq(v_state, 'failed') then
-      outcome := 'failed';
+    if state is null then
+      perform from queue.function_call(run_function.id, run_function.claim);  -- raises: the claim is lost by now
     end if;
+    outcome := queue.attempt_outcome(run_function.id, run_function.claim);
     error := 'no worker knows the task';
     return next;
     return;
@@ -18167,14 +18221,11 @@ begin
       v_message := pg_catalog.concat('the claim had ended when the function returned: ', v_message);
     end if;
   end;
-  outcome := 'failed';
-  if v_options is not null then
-    outcome := 'timed_out';
-  end if;
   error := v_message;
   state := queue.fail(run_function.id, run_function.claim, v_message, pg_catalog.jsonb_build_object(
     'type', v_state, 'message', pg_catalog.left(v_message, 2000), 'traceback',
     pg_catalog.right(v_context, 16000)), v_options);
+  outcome := queue.attempt_outcome(run_function.id, run_function.claim);
   return next;
 end $$;
 comment on function queue.run_function(bigint, bigint) is
@@ -18269,6 +18320,9 @@ begin
       end if;
     end if;
     perform set_config('pgdefer.sleeper', v_state, false);
+    if not queue._may_notify() then
+      v_wait := least(v_wait, interval '1 s');
+    end if;
   end if;
   v_due := queue._next_due();
   if v_due is not null and v_ahead < 2 then
@@ -18796,8 +18850,8 @@ end $$;
 -- Why no wake-up is lost: _advance sends on the jobs that a call releases, by a slot, a turn or a need, and
 -- each call that may leave one ready ends with _announce.
 
--- Locks: the job's row of queue.active_job, waited for, but not for a transaction that has finished a step: a
--- job can be told to stop meanwhile; the admission lock, waited for.
+-- Locks: those of _lock_for_change, which does not wait for a transaction that has finished a step: a job can
+-- be told to stop meanwhile.
 -- Raises: QJ001, QJ003 (finished, or running without abort), QJ008.
 create or replace function queue.cancel(id bigint, abort boolean default false)
 returns text language plpgsql volatile parallel unsafe security definer
@@ -18842,8 +18896,7 @@ comment on function queue.cancel(bigint, boolean) is
   'Cancels a job that has not started and returns cancelled. If the job is running, abort tells its'
     ' worker to stop it, and the function returns running.';
 
--- Locks: the job's row of queue.active_job, waited for; the admission lock, waited for.
--- Raises: QJ001, QJ003 (running or finished), QJ008.
+-- Locks: those of _lock_for_change. Raises: QJ001, QJ003 (running or finished), QJ008.
 create or replace function queue.hold(id bigint)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
@@ -19117,8 +19170,7 @@ comment on function queue.set_deadline(bigint[], timestamptz) is
     ' An earlier deadline spreads to the jobs that a job needs; a later one does not undo this. Returns a row'
     ' for each id: its state in outcome, or an error.';
 
--- Locks: the job's row of queue.active_job, waited for; the admission lock, waited for.
--- Raises: 22023, QJ001, QJ003 (running or finished), QJ008.
+-- Locks: those of _lock_for_change. Raises: 22023, QJ001, QJ003 (running or finished), QJ008.
 create or replace function queue.reschedule(id bigint, at timestamptz default null)
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
@@ -20075,7 +20127,8 @@ begin
 end $$;
 
 -- Records and applies a call of resume, and deletes earlier calls that it covers: without a task, also those
--- of tasks. It is recorded only if there is a pause, of other queues, that it may be an exception to.
+-- of tasks. A call of resume is kept only as long as there is a pause, of more queues, that it is an exception
+-- to: else each queue that was ever resumed beside a pause would slow down admission for ever.
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008; the caller has checked the isolation level.
 create or replace function queue._end_pause(p_queue text, p_task text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
@@ -20086,8 +20139,12 @@ begin
   perform queue._admit_all();
   delete from queue.pause p
   where (v_queue is null or queue._matches(p.queue, v_queue)) and (p_task is null or p.task = p_task);
-  insert into queue.pause (queue, task, is_paused)
-  select v_queue, p_task, false where exists (select from queue.pause);
+  insert into queue.pause (queue, task, is_paused) values (v_queue, p_task, false);
+  delete from queue.pause r
+  where not r.is_paused and not exists (
+    select from queue.pause p
+    where p.is_paused and p.no < r.no and (r.task is null or p.task = r.task)
+      and (p.queue is null or queue._matches(r.queue, p.queue)));
   if p_task is null then
     perform queue._mark_paused_lanes(v_queue);
   end if;
@@ -20592,7 +20649,7 @@ begin
     end if;
     -- often at first, because an end may be in progress
     wait_for := least(greatest(v_now - coalesce(v_since, v_now), interval '20 ms'), interval '5 s');
-    if current_setting('pgdefer.notify', true) is not distinct from 'off' then
+    if not queue._may_notify() then
       wait_for := least(wait_for, interval '1 s');
     else
       channel := 'pgdefer_result_' || await_result.id;
@@ -22262,6 +22319,7 @@ begin
       format('select pg_terminate_backend(%s)', a.pid) as fix
     from pg_stat_activity a where a.backend_xmin is not null and a.pid <> pg_backend_pid()
       and a.usesysid is not null and a.datname = current_database()
+      and a.query <> '<insufficient privilege>'  -- it hides the times, but not backend_xmin
     union all
     select p.prepared, format('prepared transaction %L', p.gid),
       format('commit prepared %L, or rollback prepared %L', p.gid, p.gid)
@@ -22363,8 +22421,9 @@ begin
   select greatest((select max(w.last_seen_at) from queue.worker w),
     (select j.created_at from queue.job j order by j.id desc limit 1),
     (select max(aj.claimed_at)
-      from (select aj.claimed_at from queue.active_job aj order by aj.id desc limit 1000) aj))
-      - p_now as ahead
+      from (select aj.claimed_at from queue.active_job aj order by aj.id desc limit 1000) aj),
+    -- the others follow the clock within seconds, but schedules wait
+    (select max(s.last_run_at) from queue.schedule s where s.is_enabled)) - p_now as ahead
       into v_facts;
   status := case when v_facts.ahead > interval '1 minute' then 'fail'
     when v_facts.ahead > interval '5 seconds' then 'warn' else 'ok' end;
@@ -22372,7 +22431,7 @@ begin
     else format('it has been set back by %s or more', date_trunc('second', v_facts.ahead)) end;
   fix := case when status <> 'ok'
     then 'Let NTP adjust the server''s clock; it does so gradually. Until the clock has caught up, schedules'
-    ' are late.' end;
+    ' wait: those that should not, unschedule and schedule again.' end;
   return next;
 
   name := 'notifications';

@@ -150,7 +150,7 @@ def _picture(queues: Rows, workers: Rows, *, missing: int, height: int | None = 
     rate = float(sum(row["per_second"] for row in queues.values))
     head = f"{ready} ready, {running} running, {rate:.3g} done/s, workers: {alive}"
     if missing:
-        head += f", {_show.count(missing, 'database')} missing"
+        head += f", {_show.count_of(missing, 'database')} missing"
     # zeros are blank, and a column of zeros is left out
     busy = [
         row | {key: row[key] or None for key in ("per_second", *LEAST)} for row in queues.values
