@@ -2,37 +2,45 @@
 
 Call `instrument(app)` after `App(...)`; the extra is `pgdefer[prometheus]`.
 
-Tests: integration/test_telemetry.py.
+Tests: integration/test_telemetry.py, integration/test_many_databases.py.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 
 import prometheus_client
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pgdefer._text import logger
+from pgdefer._text import database_in_logs, logger
 from pgdefer.app import App
 from pgdefer.database import sql
 from pgdefer.database.execute import execute
-from pgdefer.database.source import PsycopgConnection
+from pgdefer.database.execute_async import execute_async
 from pgdefer.errors import describe
 from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.hooks import JobEvent
+from pgdefer.tasks.infos import TaskStats, WorkerInfo
+from pgdefer.worker.turnstile import Turnstile
 
 __all__ = ["QueueCollector", "instrument"]
 
 log = logger("pgdefer.worker")
 
 LACKING = "the metrics lack figures from the database: %s"
+LATE = "no answer within {:g} s"
 # How long a scrape waits for the database: it has more to tell than these figures.
 TIMEOUT = 5.0  # s
+# How much of that a scrape waits for the slowest of many databases.
+PART = 0.8
 # The time limit of each statement there, so that what nobody waits for ends.
 STATEMENT_TIMEOUT = "3s"
+# How many of many databases are asked at a time.
+MOST = 20
 STATES = (
     "scheduled",
     "waiting",
@@ -44,11 +52,14 @@ STATES = (
     "failed",
 )
 
+_Answer = tuple[list[TaskStats], list[WorkerInfo]]
+
 
 class QueueCollector(Collector):
     """At each scrape, reads from the database how many jobs there are, by queue, task and state.
 
-    Also how much memory the workers use, by id and name.
+    Also how much memory the workers use, by id and name. In a worker of many databases it asks
+    those that are served, and the label `database` has their names.
     """
 
     def __init__(self, app: App) -> None:
@@ -65,7 +76,7 @@ class QueueCollector(Collector):
         try:
             yield from self._asked().result(TIMEOUT)
         except TimeoutError:
-            log.warning(LACKING, f"no answer within {TIMEOUT:g} s")
+            log.warning(LACKING, LATE.format(TIMEOUT))
         except RuntimeError as error:  # no thread can be started
             log.warning(LACKING, describe(error))
 
@@ -82,42 +93,80 @@ class QueueCollector(Collector):
             return self._question
 
     def _ask(self, question: Future[list[Metric]]) -> None:
-        found: list[Metric] = []
+        databases = self._app.databases
         try:
-            with self._app.client.transaction(callers=False) as connection:
-                execute(connection, sql.SET_STATEMENT_TIMEOUT, {"timeout": STATEMENT_TIMEOUT})
-                found += self._jobs(connection)
-                found += self._memory(connection)
+            if databases is not None:
+                asyncio.run(_ask_many(databases(), question))
+            else:
+                question.set_result(_metrics({(): _read(self._app)}))
         except Exception as error:
             log.warning(LACKING, describe(error))
         finally:
-            question.set_result(found)
+            if not question.done():
+                question.set_result([])
 
-    def _jobs(self, connection: PsycopgConnection) -> Iterator[Metric]:
-        jobs = GaugeMetricFamily("pgdefer_jobs", "Jobs.", labels=["queue", "task", "state"])
-        oldest = GaugeMetricFamily(
-            "pgdefer_oldest_ready_seconds",
-            "How long the oldest ready job has been due.",
-            labels=["queue", "task"],
-        )
-        for row in self._app.stats(connection=connection):
+
+def _read(app: App) -> _Answer:
+    with app.client.transaction(callers=False) as connection:
+        execute(connection, sql.SET_STATEMENT_TIMEOUT, {"timeout": STATEMENT_TIMEOUT})
+        return app.stats(connection=connection), app.list_workers(connection=connection)
+
+
+async def _read_async(app: App) -> _Answer:
+    async with app.client.transaction_async(callers=False) as connection:
+        await execute_async(connection, sql.SET_STATEMENT_TIMEOUT, {"timeout": STATEMENT_TIMEOUT})
+        stats = await app.stats_async(connection=connection)
+        return stats, await app.list_workers_async(connection=connection)
+
+
+async def _ask_many(apps: Mapping[str, App], question: Future[list[Metric]]) -> None:
+    """Ask databases in an event loop of its own, so that those that are late can be given up."""
+    answers: dict[tuple[str, ...], _Answer] = {}
+    turnstile = Turnstile(MOST, MOST)
+    end = PART * TIMEOUT
+
+    async def ask(name: str, app: App) -> None:
+        database_in_logs.set(name)
+        try:
+            async with turnstile.entered(None):
+                answers[(name,)] = await _read_async(app)
+        except Exception as error:
+            log.warning(LACKING, describe(error))
+        finally:
+            app.client.own_pool_async.close()
+
+    asked = [asyncio.create_task(ask(name, app), name=name) for name, app in apps.items()]
+    late = (await asyncio.wait(asked, timeout=end))[1] if asked else ()
+    for task in late:
+        database_in_logs.set(task.get_name())
+        log.warning(LACKING, LATE.format(end))
+    question.set_result(_metrics(answers, "database"))  # then those that are late are cancelled
+
+
+def _metrics(answers: Mapping[tuple[str, ...], _Answer], *more: str) -> list[Metric]:
+    """Return what databases have answered, by the values of these further labels."""
+    jobs = GaugeMetricFamily("pgdefer_jobs", "Jobs.", labels=[*more, "queue", "task", "state"])
+    oldest = GaugeMetricFamily(
+        "pgdefer_oldest_ready_seconds",
+        "How long the oldest ready job has been due.",
+        labels=[*more, "queue", "task"],
+    )
+    memory = GaugeMetricFamily(
+        "pgdefer_worker_memory_bytes",
+        "Resident bytes of a live worker's processes.",
+        labels=[*more, "worker", "name"],
+    )
+    for values, (stats, workers) in answers.items():
+        for row in stats:
             for state in STATES:
-                jobs.add_metric([row.queue, row.task, state], getattr(row, state))
+                jobs.add_metric([*values, row.queue, row.task, state], getattr(row, state))
             if row.oldest_ready_for is not None:
-                oldest.add_metric([row.queue, row.task], row.oldest_ready_for.total_seconds())
-        yield jobs
-        yield oldest
-
-    def _memory(self, connection: PsycopgConnection) -> Iterator[Metric]:
-        memory = GaugeMetricFamily(
-            "pgdefer_worker_memory_bytes",
-            "Resident bytes of a live worker's processes.",
-            labels=["worker", "name"],
-        )
-        for worker in self._app.list_workers(connection=connection):
+                due = row.oldest_ready_for.total_seconds()
+                oldest.add_metric([*values, row.queue, row.task], due)
+        for worker in workers:
             if worker.is_alive and worker.memory is not None:
-                memory.add_metric([str(worker.id), worker.name], worker.memory)
-        yield memory
+                memory.add_metric([*values, str(worker.id), worker.name], worker.memory)
+    return [jobs, oldest, memory]
 
 
 def instrument(

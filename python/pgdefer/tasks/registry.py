@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 import psycopg
 
@@ -74,6 +74,9 @@ class Registry:
         self.schedules: dict[str, Schedule] = {}
         #: Returns the content type and the body of a worker's answer at /metrics.
         self.metrics: Callable[[], tuple[str, bytes]] | None = None
+        #: While a worker of many databases runs: returns the app for each database that it serves
+        #: now, by the name that logs use.
+        self.databases: Callable[[], Mapping[str, Self]] | None = None
         #: Called in the worker's loop once the database has recorded the end of a run: with the
         #: job, the outcome as queue.attempts calls it, or `succeeded`, and how many seconds the
         #: handler took. They must return at once.

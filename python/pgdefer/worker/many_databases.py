@@ -177,6 +177,8 @@ class MultiWorker:
                 stack.enter_context(self._refused_elsewhere())
             if handle_signals:
                 stack.enter_context(self._on_signals())
+            self.app.databases = self._reached
+            stack.callback(setattr, self.app, "databases", None)
             if self.http is not None:
                 self.probes = Probes(self.http, self._answer)
             try:
@@ -380,6 +382,11 @@ class MultiWorker:
     def _answer(self, path: str) -> Answer:
         """Answer a probe. Called in threads."""
         return answer(path, self._call, self._ready, self.app.metrics)
+
+    def _reached(self) -> dict[str, Registry]:
+        """Return the apps for the databases that are served. Called in threads."""
+        served = list(self._served.values())
+        return {one.database.name: one.app(self.app) for one in served if one.trouble() is None}
 
     def _ready(self) -> tuple[bool, str]:
         served = list(self._served.values())

@@ -152,6 +152,15 @@ class Tenants:
     def dsn(self, name: str) -> str:
         return make_conninfo(self.server.dsn(name))
 
+    def connections(self) -> int:
+        """Return how many there are to tenants' databases."""
+        with psycopg.connect(self.server.dsn("postgres"), autocommit=True) as connection:
+            row = connection.execute(
+                "select count(*) from pg_stat_activity where datname like 'tenant_%'"
+            ).fetchone()
+        assert row is not None
+        return int(row[0])
+
     def close(self) -> None:
         with psycopg.connect(self.server.dsn("postgres"), autocommit=True) as connection:
             for name in self._names:

@@ -19,12 +19,15 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import prometheus_client
 import psycopg
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from psycopg.conninfo import make_conninfo
 
 from pgdefer import App, JobEvent, MultiWorker, PgDeferError, current_job
 from pgdefer.cli import Exit
+from pgdefer.contrib import prometheus
 from pgdefer.database.connection import ConnectionLost
 from pgdefer.database.sql import FETCH, Statement
 from pgdefer.worker import turnstile
@@ -163,37 +166,25 @@ async def test_an_idle_database_has_one_connection(dsns: list[str], tenants: Ten
     async def other() -> None:
         done.add(f"{name_of(current_job().dsn)} too")
 
-    watching = psycopg.connect(tenants.dsn("postgres"), autocommit=True)
-
-    def connections() -> int:
-        row = watching.execute(
-            "select count(*) from pg_stat_activity where datname like 'tenant_%'"
-        ).fetchone()
-        assert row is not None
-        return int(row[0])
-
-    with watching:
-        async with working(app, dsns, concurrency=1, heartbeat_every=0.5, dead_after=30) as worker:
-            await registered(worker, *dsns)
-            await until(lambda: connections() == 3)
-            for dsn in dsns:
-                tenant = app.bind(dsn)
-                with tenant.active():
-                    task.defer()
-                tenant.close()
-            await until(lambda: len(done) == 6)
-            # One database, that had jobs last, keeps its handlers' connections.
-            await until(lambda: connections() <= 4)
-            ids = {name: one.id for name, one in worker.workers.items()}
-            beats = {name: one.heartbeat.beat_at for name, one in worker.workers.items()}
-            await until(
-                lambda: all(
-                    one.heartbeat.beat_at > beats[name] for name, one in worker.workers.items()
-                )
-            )
-            assert connections() <= 4
-            assert {name: one.id for name, one in worker.workers.items()} == ids
-        await until(lambda: connections() == 0)
+    async with working(app, dsns, concurrency=1, heartbeat_every=0.5, dead_after=30) as worker:
+        await registered(worker, *dsns)
+        await until(lambda: tenants.connections() == 3)
+        for dsn in dsns:
+            tenant = app.bind(dsn)
+            with tenant.active():
+                task.defer()
+            tenant.close()
+        await until(lambda: len(done) == 6)
+        # One database, that had jobs last, keeps its handlers' connections.
+        await until(lambda: tenants.connections() <= 4)
+        ids = {name: one.id for name, one in worker.workers.items()}
+        beats = {name: one.heartbeat.beat_at for name, one in worker.workers.items()}
+        await until(
+            lambda: all(one.heartbeat.beat_at > beats[name] for name, one in worker.workers.items())
+        )
+        assert tenants.connections() <= 4
+        assert {name: one.id for name, one in worker.workers.items()} == ids
+    await until(lambda: tenants.connections() == 0)
 
 
 def defer_in(app: App, dsn: str, task: Any, calls: list[dict[str, Any]]) -> None:
@@ -417,10 +408,58 @@ async def registered_some(worker: MultiWorker, dsn: str) -> None:
     )
 
 
-def answer(worker: MultiWorker) -> str:
+def answer(worker: MultiWorker, path: str = "/readyz") -> str:
     assert worker.probes is not None
-    with urllib.request.urlopen(f"http://127.0.0.1:{worker.probes.port}/readyz") as answered:
+    with urllib.request.urlopen(f"http://127.0.0.1:{worker.probes.port}{path}") as answered:
         return str(answered.read().decode())
+
+
+async def test_metrics_have_the_queues_of_each_database(
+    dsns: list[str],
+    tenants: Tenants,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those that are down or slow are missing, and keep no scrape waiting."""
+    app = App()
+    registry = prometheus_client.CollectorRegistry()
+    prometheus.instrument(app, registry=registry, queues=True)
+    for n, dsn in enumerate(dsns, 1):
+        with contextlib.closing(app.bind(dsn)) as tenant:
+            tenant.defer_many([tenant.prepare("waits", queue="other")] * n)
+    nowhere = "postgresql://somebody:secret@127.0.0.1:1/nowhere"
+
+    async def scraped(worker: MultiWorker) -> dict[str, tuple[float, set[str]]]:
+        """Return how many jobs are ready in each database, and what other figures it has."""
+        text = await asyncio.to_thread(answer, worker, "/metrics")
+        assert "secret" not in text
+        assert text.count("# TYPE pgdefer_jobs gauge") == 1
+        ready, others = {}, collections.defaultdict(set)
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.labels.get("state") == "ready":
+                    ready[sample.labels["database"].rpartition("/")[2]] = sample.value
+                elif "database" in sample.labels and "state" not in sample.labels:
+                    others[sample.labels["database"].rpartition("/")[2]].add(sample.name)
+        return {name: (count, others[name]) for name, count in ready.items()}
+
+    figures = {"pgdefer_oldest_ready_seconds", "pgdefer_worker_memory_bytes"}
+    a, b, c = ((f"tenant_{letter}", (n, figures)) for n, letter in enumerate("abc", 1))
+    served = [nowhere, *dsns]
+    async with working(app, served, queues=["q"], http="127.0.0.1:0", heartbeat_every=0.2) as one:
+        await until(lambda: one.probes)
+        while await scraped(one) != dict([a, b, c]):
+            pass  # workers register, and heartbeats come, beside it
+        assert "the metrics lack" not in caplog.text
+        monkeypatch.setattr(prometheus, "STATEMENT_TIMEOUT", "600s")
+        with psycopg.connect(dsns[2]) as holder:
+            holder.execute("lock table queue.job_override in access exclusive mode")
+            assert await scraped(one) == dict([a, b])
+            lacking = "/tenant_c: the metrics lack figures from the database: no answer within"
+            assert caplog.text.count("the metrics lack") == caplog.text.count(lacking) == 1
+        assert await scraped(one) == dict([a, b, c])
+        await until(lambda: tenants.connections() == 3)  # those of the scrapes are closed
+    assert app.databases is None
 
 
 async def test_databases_come_and_go_with_the_file(
