@@ -107,8 +107,8 @@ begin
   execute format('revoke usage on schema queue from %I', p_role);
 end $$;
 
--- Revokes everything from the roles, or PUBLIC, to which ALTER DEFAULT PRIVILEGES of the owner gives rights to
--- what it creates: these would be rights to tables, and to functions that no kind of role may call.
+-- Revokes everything from the roles, or PUBLIC, to which ALTER DEFAULT PRIVILEGES of the owner gives rights
+-- to what it creates: these would be rights to tables, and to functions that no kind of role may call.
 -- Locks: the caller's, which are those of migrate.
 create or replace function queue._revoke_defaults()
 returns void language plpgsql volatile parallel unsafe security invoker as $$

@@ -96,8 +96,8 @@ begin
 end $$;
 
 -- Records and applies a call of resume, and deletes earlier calls that it covers: without a task, also those
--- of tasks. A call of resume is kept only as long as there is a pause, of more queues, that it is an exception
--- to: else each queue that was ever resumed beside a pause would slow down admission for ever.
+-- of tasks. A call of resume is kept only as long as there is a pause, of more queues, that it is an
+-- exception to: else each queue that was ever resumed beside a pause would slow down admission for ever.
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008; the caller has checked the isolation level.
 create or replace function queue._end_pause(p_queue text, p_task text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$

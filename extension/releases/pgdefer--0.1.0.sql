@@ -3381,8 +3381,8 @@ begin
   execute format('revoke usage on schema queue from %I', p_role);
 end $$;
 
--- Revokes everything from the roles, or PUBLIC, to which ALTER DEFAULT PRIVILEGES of the owner gives rights to
--- what it creates: these would be rights to tables, and to functions that no kind of role may call.
+-- Revokes everything from the roles, or PUBLIC, to which ALTER DEFAULT PRIVILEGES of the owner gives rights
+-- to what it creates: these would be rights to tables, and to functions that no kind of role may call.
 -- Locks: the caller's, which are those of migrate.
 create or replace function queue._revoke_defaults()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -18191,7 +18191,8 @@ begin
     from queue.finish_many(pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
       'id', run_function.id, 'claim', run_function.claim, 'outcome', 'unknown_task'))) f;
     if state is null then
-      perform from queue.function_call(run_function.id, run_function.claim);  -- raises: the claim is lost by now
+      -- raises: the claim is lost by now
+      perform from queue.function_call(run_function.id, run_function.claim);
     end if;
     outcome := queue.attempt_outcome(run_function.id, run_function.claim);
     error := 'no worker knows the task';
@@ -18312,17 +18313,14 @@ begin
       elsif queue._joins_lead_sleeper() then
         v_state := 'listener';
       else
-        v_poll := least(coalesce(nullif(substring(v_state from '^poll ([0-9]+)$'), '')::integer, 1) * 2,
-          1000);
+        v_poll := least(2 * coalesce(substring(v_state from '^poll ([0-9]+)$')::integer, 1), 1000);
         v_state := 'poll ' || v_poll;
         v_wait := make_interval(secs => v_poll / 1000.0);
         may_sleep := false;
       end if;
     end if;
     perform set_config('pgdefer.sleeper', v_state, false);
-    if not queue._may_notify() then
-      v_wait := least(v_wait, interval '1 s');
-    end if;
+    v_wait := least(v_wait, case when not queue._may_notify() then interval '1 s' end);
   end if;
   v_due := queue._next_due();
   if v_due is not null and v_ahead < 2 then
@@ -20127,8 +20125,8 @@ begin
 end $$;
 
 -- Records and applies a call of resume, and deletes earlier calls that it covers: without a task, also those
--- of tasks. A call of resume is kept only as long as there is a pause, of more queues, that it is an exception
--- to: else each queue that was ever resumed beside a pause would slow down admission for ever.
+-- of tasks. A call of resume is kept only as long as there is a pause, of more queues, that it is an
+-- exception to: else each queue that was ever resumed beside a pause would slow down admission for ever.
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008; the caller has checked the isolation level.
 create or replace function queue._end_pause(p_queue text, p_task text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$

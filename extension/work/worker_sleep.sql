@@ -72,17 +72,14 @@ begin
       elsif queue._joins_lead_sleeper() then
         v_state := 'listener';
       else
-        v_poll := least(coalesce(nullif(substring(v_state from '^poll ([0-9]+)$'), '')::integer, 1) * 2,
-          1000);
+        v_poll := least(2 * coalesce(substring(v_state from '^poll ([0-9]+)$')::integer, 1), 1000);
         v_state := 'poll ' || v_poll;
         v_wait := make_interval(secs => v_poll / 1000.0);
         may_sleep := false;
       end if;
     end if;
     perform set_config('pgdefer.sleeper', v_state, false);
-    if not queue._may_notify() then
-      v_wait := least(v_wait, interval '1 s');
-    end if;
+    v_wait := least(v_wait, case when not queue._may_notify() then interval '1 s' end);
   end if;
   v_due := queue._next_due();
   if v_due is not null and v_ahead < 2 then
