@@ -742,6 +742,20 @@ def test_under_a_path_of_another_application(dsn: str, conn: Connection, granted
         assert answer.url.path == f"/queue/jobs/{ids['ready']}"
 
 
+def test_the_cookies_of_a_page_at_the_root_of_the_host_are_not_taken(
+    dsn: str, granted: None
+) -> None:
+    pages = web.asgi(location(dsn))
+    application = Starlette(routes=[Mount("/queue", pages)])
+    with serving(pages, application) as site, visitor(site) as client:
+        for name in ("pgdefer_session", "pgdefer_login"):
+            client.cookies.set(name, "another", path="/")
+        form = {"role": "page_reader", "password": PASSWORD}
+        form["token"] = token(client.get("/queue/login"))
+        assert client.post("/queue/login", data=form).status_code == 303
+        assert client.get("/queue/jobs").status_code == 200
+
+
 def test_behind_a_proxy_that_names_the_role(dsn: str, conn: Connection, granted: None) -> None:
     ids = fill(conn)
     application = web.asgi(dsn, role_header="x-role")

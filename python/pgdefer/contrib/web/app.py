@@ -32,6 +32,7 @@ from .visit import (
     Form,
     TooLarge,
     Visit,
+    cookie_of,
     form_of,
     path_of,
     read_form,
@@ -191,13 +192,13 @@ class Page:
         if self._role_header is not None:
             return error_page(request, 403, "The proxy has named no role that may see this page.")
         query = {"next": _below(request)} if request.method != "POST" else {}
-        if COOKIE in request.cookies:
+        if cookie_of(request, COOKIE):
             query["ended"] = "1"
         tail = f"?{urllib.parse.urlencode(query)}" if query else ""
         return RedirectResponse(f"{root_of(request)}/login{tail}", 303)
 
     def _session(self, request: Request) -> Session | None:
-        session = self._sessions.get(request.cookies.get(COOKIE, ""))
+        session = self._sessions.get(cookie_of(request, COOKIE))
         if self._role_header is None:
             return session
         role = _named_role(request.headers.get(self._role_header, ""))
@@ -234,7 +235,7 @@ class Page:
             is_ended = "ended" in request.query_params
             return _login_page(request, "Your session has ended. Log in again." if is_ended else "")
         form = await read_form(request, LARGEST_LOGIN)
-        token = request.cookies.get(LOGIN_COOKIE, "")
+        token = cookie_of(request, LOGIN_COOKIE)
         if (
             not _is_own(request)
             or not token
@@ -268,7 +269,7 @@ class Page:
             return again("The database can't be reached just now.", 503)
         except Refused as refused:
             return again(refused.message, 403)
-        before = self._sessions.get(request.cookies.get(COOKIE, ""))
+        before = self._sessions.get(cookie_of(request, COOKIE))
         if before is not None:
             self._sessions.drop(before)
         target = form.text("next")
@@ -282,7 +283,7 @@ class Page:
         if not _is_own(request):
             return error_page(request, 403, OTHER_SITE)
         form = await read_form(request, LARGEST_LOGIN)
-        session = self._sessions.get(request.cookies.get(COOKIE, ""))
+        session = self._sessions.get(cookie_of(request, COOKIE))
         if session is None:
             return self._to_login(request)
         if not session.has_sent(form.text("token")):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
-from starlette.requests import Request
+from starlette.requests import Request, cookie_parser
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from pgdefer._text import count_of
@@ -28,6 +28,7 @@ __all__ = [
     "NotFound",
     "TooLarge",
     "Visit",
+    "cookie_of",
     "form_of",
     "path_of",
     "read_form",
@@ -70,6 +71,12 @@ def path_of(request: Request) -> str:
     """Return the path below the one under which the page is mounted."""
     root = str(request.scope.get("root_path", ""))
     return request.url.path.removeprefix(root) or "/"
+
+
+def cookie_of(request: Request, name: str) -> str:
+    """Return a cookie, empty if it is missing. If there are two, browsers send the page's first."""
+    sent = ";".join(request.headers.getlist("cookie")).split(";")
+    return cookie_parser(";".join(reversed(sent))).get(name, "")
 
 
 class Form:
