@@ -90,7 +90,7 @@ def server_of_pages() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def serving(pages: web.Page, application: Any = None) -> Iterator[str]:
+def serving(pages: web.Page | web.Pages, application: Any = None) -> Iterator[str]:
     switch.application = application or pages
     yield switch.address
     switch.application = None
@@ -103,9 +103,11 @@ def plain_environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def served(environment: Mapping[str, str]) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+def served(
+    environment: Mapping[str, str], *options: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Start the page as a process that asks for no password; give the address that it prints."""
-    command = [*COMMAND, "--no-password"]
+    command = [*COMMAND, "--no-password", *options]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None

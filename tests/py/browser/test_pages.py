@@ -10,9 +10,10 @@ import pytest
 from axe_playwright_python.base import AXE_SCRIPT
 from playwright.sync_api import Page, expect
 
-from web_page import ODD
+from pgdefer.contrib import web
+from web_page import ODD, location, serving
 
-from .conftest import Open
+from .conftest import Open, log_in
 
 pytestmark = pytest.mark.client
 
@@ -66,6 +67,20 @@ def test_each_page(visit: Open, shop: dict[str, int], conn: Connection) -> None:
         page.evaluate("document.querySelectorAll('details').forEach((e) => { e.open = true })")
         told += both(page)
         assert not page.locator("b").count(), "names are text"
+    assert not told, "\n".join(told)
+
+
+def test_the_pages_of_many_databases(visit: Open, dsn: str) -> None:
+    with serving(web.asgi_of_many({"shop": location(dsn), ODD + "x" * 99: location(dsn)})):
+        page = visit(role="")
+        told = both(page)
+        page.get_by_role("listitem").first.get_by_role("link").click()
+        told += both(page)
+        log_in(page, "page_operator")
+        expect(page.get_by_role("heading", name="Now")).to_be_visible()
+        told += both(page)
+        page.get_by_role("link", name="All databases").click()
+        expect(page.get_by_role("heading")).to_have_text("Databases")
     assert not told, "\n".join(told)
 
 

@@ -74,7 +74,11 @@ NOT_RUN = {
         "=> select cron": "it needs pg_cron",
         "pgdefer:": f"{HERE}/test_docs_rest.py compares the columns",
     },
-    "docs/page.md": {"$ pgdefer web --dsn": WEB, "$ pgdefer web --no-password": WEB},
+    "docs/page.md": {
+        "$ pgdefer web --dsn ": WEB,
+        "$ pgdefer web --no-password": WEB,
+        "$ pgdefer web --dsns": "tests/py/contrib/test_web_many.py starts it",
+    },
     "docs/recurring.md": {"=> select cron": "it needs pg_cron"},
     "docs/tutorial.md": {"$ export PGDEFER_HOME": f"{HERE}/test_docs_rest.py starts a server"},
     "docs/upgrading.md": {"-- @code": "a sample: tests/py/compat/test_upgrade.py has such steps"},

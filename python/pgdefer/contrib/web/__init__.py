@@ -11,5 +11,6 @@ page reads public views or calls public functions as that role.
 from __future__ import annotations
 
 from .app import Page, asgi
+from .many import Pages, asgi_of_many
 
-__all__ = ["Page", "asgi"]
+__all__ = ["Page", "Pages", "asgi", "asgi_of_many"]

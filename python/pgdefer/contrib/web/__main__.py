@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,8 +15,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pgdefer._text import escaped
 from pgdefer.database.source import Source
 from pgdefer.errors import InvalidParameter
+from pgdefer.worker.databases import DsnFile
 
-from . import asgi
+from . import Page, Pages, asgi, asgi_of_many
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 _LOCAL_HOST = re.compile(r"(127\.0\.0\.1|\[::1\]|localhost)(:\d+)?", re.IGNORECASE)
@@ -39,7 +41,27 @@ def local_only(page: ASGIApp) -> ASGIApp:
     return guarded
 
 
+def source_of(dsn: str, *, needs_password: bool) -> str:
+    """Return the DSN of the one database."""
+    try:
+        source = Source(dsn or None)
+    except InvalidParameter as error:
+        raise typer.BadParameter(escaped(str(error))) from error
+    if source.kind == "embedded" and needs_password:
+        raise typer.BadParameter("the embedded server requires no password: add --no-password")
+    return source.conninfo()
+
+
+def sources_of(file: Path) -> dict[str, str]:
+    """Return the names and DSNs of the databases of a file."""
+    found = DsnFile(file).read().values()
+    if not found:
+        raise typer.BadParameter(f"{file} names no database")
+    return {database.name: Source(database.dsn).conninfo() for database in found}
+
+
 def web(  # noqa: PLR0917 (typer passes them by name)
+    context: typer.Context,
     dsn: Annotated[
         str,
         typer.Option(
@@ -47,6 +69,15 @@ def web(  # noqa: PLR0917 (typer passes them by name)
             help="The database. Else libpq's PG* variables; else the embedded server.",
         ),
     ] = "",
+    dsns: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Serve many databases, below an index: one DSN per line, # begins a comment.",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="The port.")] = 8080,
     root_path: Annotated[str, typer.Option(help="The path at which a proxy serves it.")] = "",
@@ -65,13 +96,17 @@ def web(  # noqa: PLR0917 (typer passes them by name)
         raise typer.BadParameter("--no-password is for 127.0.0.1 only")
     if root_path and not root_path.startswith("/"):
         raise typer.BadParameter("--root-path begins with /, as in /queue")
-    try:
-        source = Source(dsn or None)
-    except InvalidParameter as error:
-        raise typer.BadParameter(escaped(str(error))) from error
-    if source.kind == "embedded" and not no_password:
-        raise typer.BadParameter("the embedded server requires no password: add --no-password")
-    page = asgi(source.conninfo(), role_header=role_header, needs_password=not no_password)
+    source = context.get_parameter_source("dsn")
+    if dsns is not None and source is not None and source.name == "COMMANDLINE":
+        raise typer.BadParameter("give --dsn or --dsns, not both")
+    needs_password = not no_password
+    page: Page | Pages
+    if dsns is None:
+        where = source_of(dsn, needs_password=needs_password)
+        page = asgi(where, role_header=role_header, needs_password=needs_password)
+    else:
+        places = sources_of(dsns)
+        page = asgi_of_many(places, role_header=role_header, needs_password=needs_password)
     uvicorn.run(
         local_only(page) if no_password else page,
         host=host,

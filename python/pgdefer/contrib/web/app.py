@@ -1,39 +1,36 @@
-"""The application: sessions, routes, and the headers of every answer.
+"""The application: sessions and routes.
 
 Tests: contrib/test_web.py.
 """
 
 from __future__ import annotations
 
-import importlib.resources
+import functools
 import secrets
 import urllib.parse
-from collections.abc import Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from starlette.applications import Starlette
-from starlette.concurrency import run_in_threadpool
+from anyio import CapacityLimiter, to_thread
 from starlette.convertors import Convertor, register_url_convertor
-from starlette.datastructures import MutableHeaders
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
 
 from .actions import ACTIONS
 from .database import ABOUT, Database, LoginRefused, Refused, Unreachable, login_with
-from .failures import error_handler, error_page, page_for
+from .failures import error_page, page_for
 from .figures import Figures
 from .pool import Full, Pool
 from .sessions import Session, Sessions
+from .site import Site
 from .views import VIEWS
 from .visit import (
-    BadRequest,
     Form,
-    TooLarge,
     Visit,
     cookie_of,
     form_of,
+    frame_of,
     path_of,
     read_form,
     root_of,
@@ -44,20 +41,12 @@ __all__ = ["Page", "asgi"]
 
 COOKIE = "pgdefer_session"
 LOGIN_COOKIE = "pgdefer_login"
-HEADERS = {
-    "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self';"
-    " img-src 'self'; connect-src 'self'; form-action 'self'; base-uri 'none';"
-    " frame-ancestors 'none'",
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "same-origin",
-    "cross-origin-opener-policy": "same-origin",
-}
 OTHER_SITE = "The form comes from another site."
 OUT_OF_DATE = "This form is out of date. Open the page again."
-STATIC = {"page.css": "text/css", "page.js": "text/javascript"}
 LONGEST_ROLE = 63  # bytes
 # Bytes of a form that needs no login: to parse it takes the event loop's time.
 LARGEST_LOGIN = 16_384
+THREADS = 40  # of a page's visits, so that those to another database that is down delay none
 Handler = Callable[[Visit], Response]
 
 
@@ -94,10 +83,18 @@ def asgi(
     return Page(dsn, role_header, needs_password=needs_password)
 
 
-class Page:
+class Page(Site):
     """The application, and its sessions."""
 
-    def __init__(self, dsn: str, role_header: str | None, *, needs_password: bool) -> None:
+    def __init__(
+        self,
+        dsn: str,
+        role_header: str | None,
+        *,
+        needs_password: bool,
+        name: str = "",
+        path: str = "",
+    ) -> None:
         self._dsn = dsn
         self._role_header = role_header
         self._needs_password = needs_password
@@ -105,44 +102,25 @@ class Page:
         self._databases: dict[str, Database] = {}  # of the roles that the proxy has named
         self._sessions = Sessions()
         self._figures = Figures()
-        self._application = self._routed()
+        super().__init__(self._routes(), name=name, path=path)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer, with the headers of every answer."""
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers[name] = value
-                headers.setdefault("cache-control", "no-store")
-            elif message["type"] == "lifespan.shutdown.complete":
-                self.close()
-            await send(message)
-
-        await self._application(scope, receive, send_with_headers)
+    @functools.cached_property
+    def _in_thread(self) -> Callable[..., Awaitable[Response]]:
+        return functools.partial(to_thread.run_sync, limiter=CapacityLimiter(THREADS))
 
     def close(self) -> None:
         """End all sessions and close their connections."""
         self._sessions.close()
         self._pool.close_all()
 
-    def _routed(self) -> Starlette:
-        routes = [Route(f"/static/{name}", _static(name)) for name in STATIC]
-        routes += [Route("/login", self._login, methods=["GET", "POST"])]
+    def _routes(self) -> list[Route]:
+        routes = [Route("/login", self._login, methods=["GET", "POST"])]
         routes += [Route("/logout", self._logout, methods=["POST"])]
         for path, (view, *_) in VIEWS.items():
             routes.append(Route(path, self._reads(view), methods=["GET"]))
         for path, act in ACTIONS.items():
             routes.append(Route(path, self._writes(act), methods=["POST"]))
-        handlers: MutableMapping[Any, Any] = {
-            404: error_handler(404, "There is no such page."),
-            405: error_handler(405, "This page does not allow this method."),
-            500: error_handler(500, "The page failed. Its log says why."),
-            BadRequest: error_handler(400, "The form can't be read."),
-            TooLarge: error_handler(413, "The form is too large."),
-        }
-        return Starlette(routes=routes, exception_handlers=handlers)
+        return routes
 
     def _reads(self, view: Handler) -> Callable[[Request], Any]:
         def read(visit: Visit) -> Response:
@@ -150,7 +128,7 @@ class Page:
                 return view(visit)
 
         async def answer(request: Request) -> Response:
-            return await run_in_threadpool(self._answer, request, Form({}), read)
+            return await self._in_thread(self._answer, request, Form({}), read)
 
         return answer
 
@@ -164,7 +142,7 @@ class Page:
             if not _is_own(request):
                 return error_page(request, 403, OTHER_SITE)
             form = await read_form(request)
-            return await run_in_threadpool(self._answer, request, form, write)
+            return await self._in_thread(self._answer, request, form, write)
 
         return answer
 
@@ -242,7 +220,7 @@ class Page:
             or not secrets.compare_digest(token.encode(), form.text("token").encode())
         ):
             return _login_page(request, "This form was out of date. Try again.", 403, form)
-        return await run_in_threadpool(self._log_in, request, form)
+        return await self._in_thread(self._log_in, request, form)
 
     def _log_in(self, request: Request, form: Form) -> Response:
         role, password = form.text("role"), form.text("password")
@@ -294,16 +272,6 @@ class Page:
         return response
 
 
-def _static(name: str) -> Callable[[Request], Any]:
-    body = importlib.resources.files(__package__ or "").joinpath("static", name).read_bytes()
-    headers = {"cache-control": "max-age=3600"}
-
-    async def answer(_request: Request) -> Response:
-        return Response(body, media_type=STATIC[name], headers=headers)
-
-    return answer
-
-
 def _below(request: Request) -> str:
     path = path_of(request)
     return f"{path}?{request.url.query}" if request.url.query else path
@@ -348,7 +316,7 @@ def _login_page(
     target = sent.text("next") if sent else request.query_params.get("next", "/")
     role = sent.text("role") if sent else ""
     body = templates.get_template("login.html").render(
-        root=root_of(request), told=told, token=token, next=target, role=role
+        told=told, token=token, next=target, role=role, **frame_of(request)
     )
     response = HTMLResponse(body, status)
     _set_cookie(request, response, LOGIN_COOKIE, token)

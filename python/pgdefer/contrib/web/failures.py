@@ -13,7 +13,7 @@ from starlette.responses import HTMLResponse, Response
 
 from .database import Refused, Unreachable
 from .pool import Full
-from .visit import BadRequest, NotFound, root_of, templates
+from .visit import BadRequest, NotFound, frame_of, templates
 
 __all__ = ["error_handler", "error_page", "page_for"]
 
@@ -72,7 +72,7 @@ def error_page(
 ) -> Response:
     """Return a page with a message; again: it asks for itself again soon."""
     body = templates.get_template("error.html").render(
-        root=root_of(request), message=message, detail=detail, hint=hint, again=again
+        message=message, detail=detail, hint=hint, again=again, **frame_of(request)
     )
     return HTMLResponse(body, status)
 

@@ -30,6 +30,7 @@ __all__ = [
     "Visit",
     "cookie_of",
     "form_of",
+    "frame_of",
     "path_of",
     "read_form",
     "root_of",
@@ -65,6 +66,12 @@ class TooLarge(Exception):  # noqa: N818
 def root_of(request: Request) -> str:
     """Return the path under which the page is mounted, empty if it is the whole site."""
     return str(request.scope.get("root_path", "")).rstrip("/")
+
+
+def frame_of(request: Request) -> dict[str, str]:
+    """Return what the frame of every page shows: its paths, and its name if it is one of many."""
+    root, place = root_of(request), request.app.state
+    return {"root": root, "name": place.name, "index": root.removesuffix(place.path)}
 
 
 def path_of(request: Request) -> str:
@@ -173,11 +180,11 @@ class Visit:
         """Return a page."""
         statements = [] if self.reader is None else self.reader.statements
         body = templates.get_template(name).render(
-            root=self.root,
             session=self.session,
             can_log_out=self.can_log_out,
             path=path_of(self.request),
             statements=statements,
+            **frame_of(self.request),
             **values,
         )
         return HTMLResponse(body, status)
