@@ -56,7 +56,9 @@ def distinct(databases: Iterable[Database]) -> dict[tuple[str, ...], Database]:
             continue
         if database.name in names:
             user = escaped(database.place[-1] or "the default user")
-            database = dataclasses.replace(database, name=f"{database.name} as {user}")  # noqa: PLW2901
+            name = f"{database.name} as {user}"
+            name = f"{name} ({len(names) + 1})" if name in names else name
+            database = dataclasses.replace(database, name=name)  # noqa: PLW2901
         names.add(database.name)
         found[database.place] = database
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pgdefer.worker.databases import DsnFile
+from pgdefer.worker.databases import DsnFile, read_dsns
 
 
 def test_a_file_that_can_be_read_again(
@@ -29,3 +29,11 @@ def test_a_file_that_can_be_read_again(
     assert len(caplog.records) == 1
     found = [file.changed() for _ in range(3)]
     assert [len(databases) for databases in found if databases] == [2]
+
+
+def test_no_two_databases_have_one_name() -> None:
+    where = "host=a dbname=x user=u hostaddr=127.0.0"
+    found = read_dsns([f"{where}.{n}" for n in range(1, 5)])
+    names = [database.name for database in found.values()]
+    assert names[:2] == ["a/x", "a/x as u"]
+    assert len({*names}) == 4
