@@ -38,8 +38,8 @@ _OF_OTHERS = {
 
 # What to do in place of other options of theirs.
 _IN_PLACE_OF = {
-    "bind": "call pgdefer.current_job() in the handler",
-    "pass_context": "call pgdefer.current_job() in the handler",
+    "bind": "use pgdefer.current_job() in the handler",
+    "pass_context": "use pgdefer.current_job() in the handler",
     "task_kwargs": "pass all arguments to defer",
 }
 
