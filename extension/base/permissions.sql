@@ -107,20 +107,38 @@ begin
   execute format('revoke usage on schema queue from %I', p_role);
 end $$;
 
--- Revokes everything from the roles, or PUBLIC, to which ALTER DEFAULT PRIVILEGES of the owner gives rights
--- to what it creates: these would be rights to tables, and to functions that no kind of role may call.
+-- Revokes what ALTER DEFAULT PRIVILEGES of the owner gives to other roles, or PUBLIC: rights to its tables, and
+-- to functions that no kind of role may call. It revokes them from all that the owner has in the schema.
 -- Locks: the caller's, which are those of migrate.
 create or replace function queue._revoke_defaults()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_revoke text;
 begin
-  perform queue._revoke_all(x.grantee)
-  from (
-    select distinct coalesce(r.rolname, 'public') as grantee
-    from pg_default_acl d
-    cross join lateral aclexplode(d.defaclacl) a
-    left join pg_roles r on r.oid = a.grantee
-    where pg_get_userbyid(d.defaclrole) = current_user and a.grantee <> d.defaclrole
-      and (d.defaclnamespace = 0 or d.defaclnamespace = 'queue'::regnamespace)) x;
+  for v_revoke in
+    with given as (
+      select distinct d.defaclobjtype as kind, coalesce(quote_ident(r.rolname), 'public') as grantee
+      from pg_default_acl d
+      cross join lateral aclexplode(d.defaclacl) a
+      left join pg_roles r on r.oid = a.grantee
+      where pg_get_userbyid(d.defaclrole) = current_user and a.grantee <> d.defaclrole
+        and d.defaclnamespace in (0, 'queue'::regnamespace)),
+    own as (
+      select case c.relkind when 'S' then 'S' else 'r' end as kind, 'table' as word,
+        c.oid::regclass::text as name
+      from pg_class c
+      where c.relnamespace = 'queue'::regnamespace and c.relkind in ('r', 'v', 'S')
+        and pg_get_userbyid(c.relowner) = current_user
+      union all
+      select 'f', 'routine', p.oid::regprocedure::text
+      from pg_proc p
+      where p.pronamespace = 'queue'::regnamespace and pg_get_userbyid(p.proowner) = current_user)
+    select format('revoke all on %s %s from %s cascade', o.word, string_agg(o.name, ', '), g.grantee)
+    from given g join own o on o.kind = g.kind::text
+    group by o.word, o.kind, g.grantee
+  loop
+    execute v_revoke;
+  end loop;
 end $$;
 
 -- After the rows of a role that no longer exists were deleted: it may have another name now. So it revokes

@@ -334,4 +334,5 @@ revoke all on function queue.shard_format, queue.shard_part_jobs, queue._shard_c
   queue.shard_may_receive, queue.shard_receive, queue._shard_check_carried, queue._shard_comes,
   queue._shard_as_it_was, queue._shard_defer, queue._shard_signal, queue.shard_part_arrive,
   queue.shard_part_gone, queue.shard_parts, queue.shard_moved from public;
+do $$ begin perform queue._restore_grants(); end $$;
 commit;

@@ -182,5 +182,4 @@ revoke all on function queue._shard_enter, queue._shard_refuse, queue._shard_che
   queue.shard_defer, queue.shard_of, queue._shard_part_of, queue.shard_key, queue.shard_map,
   queue.shard_find, queue.shard_under_way, queue.shard_stopped, queue._shard_invalid from public;
 lock table queue.access in share row exclusive mode;
-do $$ begin perform queue._restore_grants(); end $$;
 commit;

@@ -268,24 +268,25 @@ begin
   return next;
 
   name := 'results';
-  select count(*) as n, string_agg(format('job %s for job %s', w.parent, w.id), ', ' order by w.id)
+  select count(*) as n, string_agg(format('job %s of job %s', w.id, w.parent), ', ' order by w.id)
     filter (where w.no <= 5) as jobs into v_facts
   from (
     select a.id, p.id as parent, row_number() over (order by a.id) as no
     from (select distinct a.id from queue.awaited a where a.since < p_now - interval '30 s' limit 1000) a
     cross join lateral (
       select (j.options ->> 'parent')::bigint as parent
-      from queue.active_job aj join queue.job j on j.id = aj.id
-      where aj.id = a.id and aj.claim is null offset 0) c
+      from queue.active_job aj join queue.job j on j.id = aj.id join queue.lane l on l.lane = aj.lane
+      where aj.id = a.id and aj.claim is null and (l.paused_until is null or l.paused_until <= p_now)
+      offset 0) c
     cross join lateral (
       select p.id from queue.active_job p where p.id = c.parent and p.claim is not null offset 0) p) w;
   status := case when v_facts.n > 0 then 'warn' else 'ok' end;
   detail := case when v_facts.n > 0
-    then format('%s ready, but no worker takes them, and running jobs wait for their results: %s',
+    then format('%s awaited and ready, but not started, while the jobs that deferred them run: %s',
       queue._count_of(v_facts.n, 'job'), v_facts.jobs)
-    else 'no running job waits for one that no worker takes' end;
+    else 'no job that a running one may wait for finds no worker' end;
   fix := case when v_facts.n > 0
-    then 'The waiting handlers may fill all slots: start another worker. Let them wait by queue.await_jobs'
-    ' (call and gather in Python), which frees their slots' end;
+    then 'See select queue.why(id). If waiting handlers fill all slots, start another worker; or let them'
+    ' wait by queue.await_jobs (call and gather in Python), which frees their slots' end;
   return next;
 end $$;

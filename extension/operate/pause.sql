@@ -103,14 +103,17 @@ create or replace function queue._end_pause(p_queue text, p_task text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_queue text := nullif(p_queue, '*');
+  v_covered integer;
+  v_no bigint;
 begin
   perform queue._check_pause(p_queue, p_task);
   perform queue._admit_all();
   delete from queue.pause p
   where (v_queue is null or queue._matches(p.queue, v_queue)) and (p_task is null or p.task = p_task);
-  insert into queue.pause (queue, task, is_paused) values (v_queue, p_task, false);
+  get diagnostics v_covered = row_count;
+  insert into queue.pause (queue, task, is_paused) values (v_queue, p_task, false) returning no into v_no;
   delete from queue.pause r
-  where not r.is_paused and not exists (
+  where not r.is_paused and (v_covered > 0 or r.no = v_no) and not exists (
     select from queue.pause p
     where p.is_paused and p.no < r.no and (r.task is null or p.task = r.task)
       and (p.queue is null or queue._matches(r.queue, p.queue)));

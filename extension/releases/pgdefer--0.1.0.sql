@@ -3381,20 +3381,38 @@ begin
   execute format('revoke usage on schema queue from %I', p_role);
 end $$;
 
--- Revokes everything from the roles, or PUBLIC, to which ALTER DEFAULT PRIVILEGES of the owner gives rights
--- to what it creates: these would be rights to tables, and to functions that no kind of role may call.
+-- Revokes what ALTER DEFAULT PRIVILEGES of the owner gives to other roles, or PUBLIC: rights to its tables, and
+-- to functions that no kind of role may call. It revokes them from all that the owner has in the schema.
 -- Locks: the caller's, which are those of migrate.
 create or replace function queue._revoke_defaults()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_revoke text;
 begin
-  perform queue._revoke_all(x.grantee)
-  from (
-    select distinct coalesce(r.rolname, 'public') as grantee
-    from pg_default_acl d
-    cross join lateral aclexplode(d.defaclacl) a
-    left join pg_roles r on r.oid = a.grantee
-    where pg_get_userbyid(d.defaclrole) = current_user and a.grantee <> d.defaclrole
-      and (d.defaclnamespace = 0 or d.defaclnamespace = 'queue'::regnamespace)) x;
+  for v_revoke in
+    with given as (
+      select distinct d.defaclobjtype as kind, coalesce(quote_ident(r.rolname), 'public') as grantee
+      from pg_default_acl d
+      cross join lateral aclexplode(d.defaclacl) a
+      left join pg_roles r on r.oid = a.grantee
+      where pg_get_userbyid(d.defaclrole) = current_user and a.grantee <> d.defaclrole
+        and d.defaclnamespace in (0, 'queue'::regnamespace)),
+    own as (
+      select case c.relkind when 'S' then 'S' else 'r' end as kind, 'table' as word,
+        c.oid::regclass::text as name
+      from pg_class c
+      where c.relnamespace = 'queue'::regnamespace and c.relkind in ('r', 'v', 'S')
+        and pg_get_userbyid(c.relowner) = current_user
+      union all
+      select 'f', 'routine', p.oid::regprocedure::text
+      from pg_proc p
+      where p.pronamespace = 'queue'::regnamespace and pg_get_userbyid(p.proowner) = current_user)
+    select format('revoke all on %s %s from %s cascade', o.word, string_agg(o.name, ', '), g.grantee)
+    from given g join own o on o.kind = g.kind::text
+    group by o.word, o.kind, g.grantee
+  loop
+    execute v_revoke;
+  end loop;
 end $$;
 
 -- After the rows of a role that no longer exists were deleted: it may have another name now. So it revokes
@@ -20132,14 +20150,17 @@ create or replace function queue._end_pause(p_queue text, p_task text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_queue text := nullif(p_queue, '*');
+  v_covered integer;
+  v_no bigint;
 begin
   perform queue._check_pause(p_queue, p_task);
   perform queue._admit_all();
   delete from queue.pause p
   where (v_queue is null or queue._matches(p.queue, v_queue)) and (p_task is null or p.task = p_task);
-  insert into queue.pause (queue, task, is_paused) values (v_queue, p_task, false);
+  get diagnostics v_covered = row_count;
+  insert into queue.pause (queue, task, is_paused) values (v_queue, p_task, false) returning no into v_no;
   delete from queue.pause r
-  where not r.is_paused and not exists (
+  where not r.is_paused and (v_covered > 0 or r.no = v_no) and not exists (
     select from queue.pause p
     where p.is_paused and p.no < r.no and (r.task is null or p.task = r.task)
       and (p.queue is null or queue._matches(r.queue, p.queue)));
@@ -22791,25 +22812,26 @@ begin
   return next;
 
   name := 'results';
-  select count(*) as n, string_agg(format('job %s for job %s', w.parent, w.id), ', ' order by w.id)
+  select count(*) as n, string_agg(format('job %s of job %s', w.id, w.parent), ', ' order by w.id)
     filter (where w.no <= 5) as jobs into v_facts
   from (
     select a.id, p.id as parent, row_number() over (order by a.id) as no
     from (select distinct a.id from queue.awaited a where a.since < p_now - interval '30 s' limit 1000) a
     cross join lateral (
       select (j.options ->> 'parent')::bigint as parent
-      from queue.active_job aj join queue.job j on j.id = aj.id
-      where aj.id = a.id and aj.claim is null offset 0) c
+      from queue.active_job aj join queue.job j on j.id = aj.id join queue.lane l on l.lane = aj.lane
+      where aj.id = a.id and aj.claim is null and (l.paused_until is null or l.paused_until <= p_now)
+      offset 0) c
     cross join lateral (
       select p.id from queue.active_job p where p.id = c.parent and p.claim is not null offset 0) p) w;
   status := case when v_facts.n > 0 then 'warn' else 'ok' end;
   detail := case when v_facts.n > 0
-    then format('%s ready, but no worker takes them, and running jobs wait for their results: %s',
+    then format('%s awaited and ready, but not started, while the jobs that deferred them run: %s',
       queue._count_of(v_facts.n, 'job'), v_facts.jobs)
-    else 'no running job waits for one that no worker takes' end;
+    else 'no job that a running one may wait for finds no worker' end;
   fix := case when v_facts.n > 0
-    then 'The waiting handlers may fill all slots: start another worker. Let them wait by queue.await_jobs'
-    ' (call and gather in Python), which frees their slots' end;
+    then 'See select queue.why(id). If waiting handlers fill all slots, start another worker; or let them'
+    ' wait by queue.await_jobs (call and gather in Python), which frees their slots' end;
   return next;
 end $$;
 

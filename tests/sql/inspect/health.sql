@@ -1,6 +1,6 @@
 -- health: the checks of the version, workers, queues and due work, each seen failing.
 
-select plan(39);
+select plan(40);
 
 set pgdefer.notify = off;
 \ir health.helpers.psql
@@ -116,8 +116,12 @@ select queue.tick() \g /dev/null
 select queue.await_result(:child), queue.await_result(:other) \g /dev/null
 select matches(pg_temp.health('results'), '^ok', 'a result is awaited');
 update queue.awaited set since = since - interval '31 s';
-select is(pg_temp.health('results'), format('warn|1 job ready, but no worker takes them, and running jobs wait for their results: job %s for job %s|'
-  'The waiting handlers may fill all slots: start another worker. Let them wait by queue.await_jobs (call and gather in Python), which frees their slots', :parent, :child), 'for long');
+select is(pg_temp.health('results'), format('warn|1 job awaited and ready, but not started, while the jobs that deferred them run: job %s of job %s|'
+  'See select queue.why(id). If waiting handlers fill all slots, start another worker; or let them wait by queue.await_jobs (call and gather in Python), which frees their slots', :child, :parent), 'for long');
+begin;
+update queue.lane set paused_until = 'infinity';
+select matches(pg_temp.health('results'), '^ok', 'in a paused queue');
+rollback;
 select id as child, claim as child_claim from queue.fetch(:worker, options => jsonb_build_object('ids', array[:child])) \gset
 select matches(pg_temp.health('results'), '^ok', 'a child that runs');
 select queue.release(:child, :child_claim), queue.succeed(:parent, :claim) \g /dev/null
