@@ -35,7 +35,7 @@ from ._base import (
     out,
     session,
 )
-from ._many import DSNS, databases, named
+from ._many import DSNS, PATIENCE, databases, named
 
 jobs = typer.Typer(help="Jobs.", no_args_is_help=True)
 
@@ -138,7 +138,8 @@ def ls(
         _add_ends(on, rows)
         return rows
 
-    with databases(dsn, dsns, as_json=as_json) as on:
+    patience = None if no_limit else PATIENCE
+    with databases(dsn, dsns, as_json=as_json, patience=patience) as on:
         rows = _newest(on.ask(find), limit)
         columns = COLUMNS if dsns is None else {"database": "database", **COLUMNS}
         if not _show_found(rows, columns, limit):
@@ -213,15 +214,23 @@ def _find(on: Session, asked: dict[str, Any], states: list[str] | None, limit: i
 
 
 def _newest(found: Mapping[str | None, Rows], limit: int) -> Rows:
-    """Return the newest jobs of all databases, and a last row if there are more."""
+    """Return the newest jobs of all databases, and a last row if there are more.
+
+    That row has `is_cut` if a search stopped before it found enough: it may have missed newer ones.
+    """
     if None in found:
         return found[None]
     rows = named(found)
+    is_cut = any(
+        len(each.values) <= limit and each.values[-1]["id"] is None
+        for each in found.values()
+        if each.values
+    )
     jobs = [at for at, row in enumerate(rows.values) if row["id"] is not None]
     newest = sorted(jobs, key=lambda at: _created(rows.values[at]), reverse=True)
     shown = rows.pick(newest[:limit])
     if len(newest) > limit or len(jobs) < len(rows.values):
-        shown.values.append({"id": None, "next_id": None})
+        shown.values.append({"id": None, "next_id": None, "is_cut": is_cut})
     return shown
 
 
@@ -259,7 +268,7 @@ def _show_found(rows: Rows, columns: dict[str, str], limit: int) -> bool:
     least = ["bytes", "attempts", "priority", "created_at", "reason"]
     if "excerpt" in columns:
         least.insert(1, "description")
-    is_all = more is None or len(rows.values) >= limit
+    is_all = more is None or (len(rows.values) >= limit and not more.get("is_cut"))
     empty = "No such jobs." if is_all else "None of the newest jobs."
     _show.table(rows, columns, least=least, folded=("excerpt",), empty=empty)
     if more is not None:

@@ -6,12 +6,15 @@ Tests: integration/test_cli_many.py.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import psycopg
 import typer
@@ -34,8 +37,9 @@ DSNS = Annotated[
         show_default=False,
     ),
 ]
-# How many databases are asked at a time.
-AT_ONCE = 16
+# How many databases are asked at a time, and how long one answer may take, in seconds.
+AT_ONCE = 64
+PATIENCE = 20.0
 
 
 class Databases:
@@ -55,15 +59,18 @@ class Databases:
 
 
 class _Many(Databases):
-    """Databases that are asked at the same time. One that fails is not asked again."""
+    """Databases that are asked at the same time. One that fails is not asked again.
 
-    def __init__(
-        self, databases: list[Database], stack: contextlib.ExitStack, as_json: bool
-    ) -> None:
+    In threads that nobody waits for: a server that has stopped never answers.
+    """
+
+    def __init__(self, databases: list[Database], patience: float | None, *, as_json: bool) -> None:
         super().__init__({})
         self._left = databases
-        self._stack = stack
+        self._patience = patience
         self._as_json = as_json
+        self._turns = threading.Semaphore(AT_ONCE)
+        self._connections: dict[str, psycopg.Connection[Any]] = {}
         self.failures: dict[str, tuple[Exit, str]] = {}
 
     @property
@@ -72,33 +79,66 @@ class _Many(Databases):
 
     def ask(self, question: Callable[[Session], T]) -> dict[str | None, T]:
         """Return the answers. Exits if no database has one."""
+        asked = [_begun(functools.partial(self._ask, each, question)) for each in self._left]
+        end = None if self._patience is None else time.monotonic() + self._patience
         found: dict[str | None, T] = {}
-
-        def ask_one(database: Database) -> None:
+        for database, one in zip(self._left, asked, strict=True):
             try:
-                found[database.name] = question(self._session(database))
+                left = None if end is None else max(end - time.monotonic(), 0)
+                found[database.name] = one.result(left)
+            except TimeoutError:
+                said = f"no answer within {self._patience:g} s"
+                self.failures[database.name] = Exit.UNREACHABLE, said
             except (psycopg.Error, PgDeferError, OSError) as error:
                 self.failures[database.name] = explained(error)
-
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(ask_one, self._left))
         self._left = [database for database in self._left if database.name in found]
         if not found:
             raise typer.Exit(max(code for code, _ in self.failures.values()))
-        return {database.name: found[database.name] for database in self._left}
+        return found
 
-    def _session(self, database: Database) -> Session:
-        if database.name not in self._sessions:
-            connection = self._stack.enter_context(connect(database.dsn))
-            self._sessions[database.name] = Session(connection, as_json=self._as_json)
-        return self._sessions[database.name]
+    def _ask(self, database: Database, question: Callable[[Session], T]) -> T:
+        with self._turns:
+            if database.name not in self._sessions:
+                connection = self._connections[database.name] = connect(database.dsn)
+                self._sessions[database.name] = Session(connection, as_json=self._as_json)
+            try:
+                answer = question(self._sessions[database.name])
+            except BaseException:
+                self._connections[database.name].close()
+                raise
+            if database.name in self.failures:  # it was given up meanwhile
+                self._connections[database.name].close()
+            return answer
+
+    def close(self) -> None:
+        """Close the connections that are not in use."""
+        for database in self._left:
+            if database.name in self._connections:
+                self._connections[database.name].close()
+
+
+def _begun(call: Callable[[], T]) -> Future[T]:
+    """Call in a thread of its own."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return answer
 
 
 @contextlib.contextmanager
-def databases(dsn: str | None, file: Path | None, *, as_json: bool) -> Iterator[Databases]:
+def databases(
+    dsn: str | None, file: Path | None, *, as_json: bool, patience: float | None = PATIENCE
+) -> Iterator[Databases]:
     """Provide the database, or those of a file.
 
-    Of these, those that fail are named in the end, and the command exits with 13.
+    Of these, those that fail, or do not answer in time, are named in the end, and the command exits
+    with 13; so it does if a line of the file can't be read, which the log names.
     """
     if file is None:
         with session(dsn, as_json=as_json) as on:
@@ -106,16 +146,17 @@ def databases(dsn: str | None, file: Path | None, *, as_json: bool) -> Iterator[
         return
     if dsn not in (None, os.environ.get("PGDEFER_DSN")):
         fail(Exit.USAGE, "give --dsn or --dsns, not both.")
-    if not (listed := list(DsnFile(file).read().values())):
+    listed = DsnFile(file)
+    if not (found := list(listed.read().values())):
         fail(Exit.USAGE, f"{file} lists no database")
-    with contextlib.ExitStack() as stack:
-        many = _Many(listed, stack, as_json)
-        try:
-            yield many
-        finally:
-            for name, (_, said) in sorted(many.failures.items()):
-                say(f"{name}: {said}")
-    if many.failures:
+    many = _Many(found, patience, as_json=as_json)
+    try:
+        yield many
+    finally:
+        many.close()
+        for name, (_, said) in sorted(many.failures.items()):
+            say(f"{name}: {said}")
+    if many.failures or listed.unreadable:
         raise typer.Exit(Exit.PARTLY)
 
 

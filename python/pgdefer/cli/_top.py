@@ -22,7 +22,7 @@ from pgdefer.database import sql
 
 from . import _show
 from ._base import DSN, LONGEST, AsJson, Exit, Rows, fail, is_asked, no_nan, out
-from ._many import DSNS, Databases, databases, named
+from ._many import DSNS, PATIENCE, Databases, databases, named
 
 QUEUES = {
     "database": "database",
@@ -56,7 +56,7 @@ WORKERS = {
 LEAST = ("failed_5m", "waiting", "held", "scheduled", "upstream_failed", "blocked", "failed")
 HEADING = 2
 # The wait is this many times as long as a query takes, so that `top` is not itself the load.
-PATIENCE = 4
+TIMES = 4
 
 
 def top(
@@ -78,7 +78,10 @@ def top(
         fail(Exit.USAGE, "--json goes with --once")
     if not once and not (out.is_terminal and is_asked()):
         fail(Exit.USAGE, "this is not a terminal: pass --once")
-    with contextlib.suppress(KeyboardInterrupt), databases(dsn, dsns, as_json=as_json) as on:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        databases(dsn, dsns, as_json=as_json, patience=PATIENCE) as on,
+    ):
         if once:
             _print_once(on)
             return
@@ -87,7 +90,7 @@ def top(
                 begun = time.monotonic()
                 queues, workers = _ask(on)
                 took = time.monotonic() - begun
-                until = time.monotonic() + max(interval, PATIENCE * took)
+                until = time.monotonic() + max(interval, TIMES * took)
                 while True:
                     size = out.size
                     picture = _picture(queues, workers, missing=on.missing, height=size.height)

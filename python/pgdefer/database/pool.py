@@ -433,8 +433,10 @@ class AsyncPool:
 
     def close_idle(self) -> None:
         """Close the idle connections of all loops; from any thread."""
-        for idle, _ in list(self._loops.values()):
-            idle.close()
+        # By the references: other threads' loops come and go meanwhile.
+        for loop in [reference() for reference in self._loops.keyrefs()]:
+            if loop is not None and (entry := self._loops.get(loop)) is not None:
+                entry[0].close()
 
     def close(self) -> None:
         """Close the running loop's idle connections; later calls open new ones."""

@@ -79,11 +79,14 @@ class DsnFile:
         self._read: object = None
         self._seen: object = None
         self._is_unreadable = False
+        #: How many of its lines can't be read, as of the last time.
+        self.unreadable = 0
 
     def read(self) -> dict[tuple[str, ...], Database]:
         """Return the databases; log the lines that can't be read. Raises OSError."""
         state = self._seen = self._state()
         found = []
+        self.unreadable = 0
         text = self.path.read_text("utf-8-sig", errors="replace")
         # Only now: a file that can't be read does not change when it can be.
         self._read, self._is_unreadable = state, False
@@ -94,6 +97,7 @@ class DsnFile:
             try:
                 found.append(Database.of(dsn))
             except (InvalidParameter, ValueError) as error:
+                self.unreadable += 1
                 log.error("%s, line %d: %s", self.path, number, error)
         return distinct(found)
 

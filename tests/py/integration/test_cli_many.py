@@ -10,10 +10,10 @@ import psycopg
 import pytest
 from typer.testing import CliRunner, Result
 
-from pgdefer.cli import Exit
+from pgdefer.cli import Exit, _job, _top
 from pgdefer.cli._base import cli
 
-from .conftest import Tenants
+from .conftest import Tenants, wait_for
 
 pytestmark = pytest.mark.client
 
@@ -90,6 +90,37 @@ def test_databases_that_cannot_be_asked_are_named(run: Run, file: Path, tenants:
     done = run("top", "--once")
     assert done.exit_code == Exit.PARTLY
     assert "2 databases missing" in done.stdout
+
+
+def test_a_database_that_stopped_early_may_have_newer_jobs(
+    run: Run, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_job, "GLANCE", 100)  # one job of each database
+    done = run("job", "ls", "-t", "t0", "-n", 1)
+    assert done.exit_code == Exit.PARTLY
+    assert done.stderr.endswith("There may be more: --limit, or --no-limit\n")
+    done = run("job", "ls", "-t", "t0", "-n", 1, "--no-limit")
+    assert (done.exit_code, "t0" in done.stdout) == (Exit.DONE, True)
+
+
+def test_a_database_that_does_not_answer_is_left_out(
+    run: Run, dsns: list[str], tenants: Tenants, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_top, "PATIENCE", 2.0)
+    with psycopg.connect(dsns[1]) as holder:
+        holder.execute("lock table queue.job, queue.worker")
+        done = run("top", "--once")
+    assert done.exit_code == Exit.PARTLY
+    assert done.stderr.endswith("/tenant_b: no answer within 2 s\n")
+    assert "/tenant_a" in done.stdout
+    assert "/tenant_b" not in done.stdout
+    wait_for(lambda: tenants.connections() == 0)
+
+
+def test_a_line_that_can_not_be_read(run: Run, file: Path) -> None:
+    add(file, "no dsn")
+    done = run("job", "ls", "--json")
+    assert (done.exit_code, len(json.loads(done.stdout))) == (Exit.PARTLY, 5)
 
 
 def test_no_database_can_be_asked(run: Run, file: Path) -> None:

@@ -5,9 +5,11 @@ Tests: contrib/test_web.py.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import secrets
 import urllib.parse
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -101,12 +103,19 @@ class Page(Site):
         self._pool = Pool()
         self._databases: dict[str, Database] = {}  # of the roles that the proxy has named
         self._sessions = Sessions()
+        self._limiters: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, CapacityLimiter] = (
+            weakref.WeakKeyDictionary()
+        )
         self._figures = Figures()
         super().__init__(self._routes(), name=name, path=path)
 
-    @functools.cached_property
+    @property
     def _in_thread(self) -> Callable[..., Awaitable[Response]]:
-        return functools.partial(to_thread.run_sync, limiter=CapacityLimiter(THREADS))
+        loop = asyncio.get_running_loop()
+        limiter = self._limiters.get(loop)  # it belongs to the loop
+        if limiter is None:
+            limiter = self._limiters[loop] = CapacityLimiter(THREADS)
+        return functools.partial(to_thread.run_sync, limiter=limiter)
 
     def close(self) -> None:
         """End all sessions and close their connections."""
