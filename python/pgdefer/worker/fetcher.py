@@ -144,8 +144,8 @@ class Fetcher:
                 was_there = self._registration.was_accepted
                 if lasting is not None and not was_there:
                     raise lasting from None
-                said = "the connection was lost" if was_there else "no connection yet"
-                log.warning("%s: %s", said, error)
+                said = "the connection was lost: %s" if was_there else "no connection yet: %s"
+                log.warning(said, error)
                 now = asyncio.get_running_loop().time()
                 self._lost_claim_checks = [now + delay for delay in LOST_CLAIM_CHECKS]
                 if self._may_end(was_refused=refusal is not None):
