@@ -180,12 +180,10 @@ begin
   begin
     perform from queue.admission for update;
   exception when lock_not_available or deadlock_detected then
-    -- a deadlock: with deadlock_timeout below 50 ms, and an operator who waits for one of our claims
-    perform set_config('lock_timeout', v_timeout, true);
-    return false;
+    null;  -- a deadlock: with deadlock_timeout below 50 ms, and an operator who waits for one of our claims
   end;
   perform set_config('lock_timeout', v_timeout, true);
-  return queue._lock_admission(false);  -- which says that this transaction has it
+  return queue._lock_admission(false);  -- also if it has the row: that notes who holds the lock
 end $$;
 
 -- The virtual transactions that are under way in other sessions of this database. All others see what was

@@ -108,7 +108,7 @@ begin
 end $$;
 
 -- Revokes what ALTER DEFAULT PRIVILEGES of the owner gives to other roles, or PUBLIC: rights to its tables,
--- and to functions that no kind of role may call. It revokes them from all that the owner has in the schema.
+-- and to functions that no kind of role may call. It does so for all that the owner has in the schema.
 -- Locks: the caller's, which are those of migrate.
 create or replace function queue._revoke_defaults()
 returns void language plpgsql volatile parallel unsafe security invoker as $$

@@ -3252,12 +3252,10 @@ begin
   begin
     perform from queue.admission for update;
   exception when lock_not_available or deadlock_detected then
-    -- a deadlock: with deadlock_timeout below 50 ms, and an operator who waits for one of our claims
-    perform set_config('lock_timeout', v_timeout, true);
-    return false;
+    null;  -- a deadlock: with deadlock_timeout below 50 ms, and an operator who waits for one of our claims
   end;
   perform set_config('lock_timeout', v_timeout, true);
-  return queue._lock_admission(false);  -- which says that this transaction has it
+  return queue._lock_admission(false);  -- also if it has the row: that notes who holds the lock
 end $$;
 
 -- The virtual transactions that are under way in other sessions of this database. All others see what was
@@ -3382,7 +3380,7 @@ begin
 end $$;
 
 -- Revokes what ALTER DEFAULT PRIVILEGES of the owner gives to other roles, or PUBLIC: rights to its tables,
--- and to functions that no kind of role may call. It revokes them from all that the owner has in the schema.
+-- and to functions that no kind of role may call. It does so for all that the owner has in the schema.
 -- Locks: the caller's, which are those of migrate.
 create or replace function queue._revoke_defaults()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -16593,7 +16591,8 @@ begin
     and (v_queues is null or l.queue = any (v_queues))) is false then
     v_key := queue._only_key(p_ids, p_flags);
   end if;
-  -- if others have to be admitted, the slots come first: a new job may be discarded if there is none
+  -- if others have to be admitted, the slots come first: a new job may be discarded if there is none. This
+  -- look comes before the lock, for which others wait.
   if v_key is not null and abs(date_part('epoch', v_now) - coalesce(nullif(current_setting('pgdefer.looked_at', true), '')::double precision, 0)) >= 0.01 then
     if queue._has_work(v_now) then
       p_max_jobs := 0;

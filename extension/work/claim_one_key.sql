@@ -101,7 +101,8 @@ begin
     and (v_queues is null or l.queue = any (v_queues))) is false then
     v_key := queue._only_key(p_ids, p_flags);
   end if;
-  -- if others have to be admitted, the slots come first: a new job may be discarded if there is none
+  -- if others have to be admitted, the slots come first: a new job may be discarded if there is none. This
+  -- look comes before the lock, for which others wait.
   if v_key is not null and {{is_look_due}} then
     if queue._has_work(v_now) then
       p_max_jobs := 0;
