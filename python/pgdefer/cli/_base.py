@@ -149,6 +149,15 @@ DSN = Annotated[
         show_default=False,
     ),
 ]
+
+
+def dsn_file(text: str) -> Any:
+    """Return the option --dsns, with this help."""
+    return typer.Option(
+        "--dsns", metavar="FILE", exists=True, dir_okay=False, help=text, show_default=False
+    )
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 # JSON with more levels is shown as text: what shows a value calls itself for each.

@@ -5,37 +5,28 @@ Tests: integration/test_cli_many.py.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import functools
 import json
 import os
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import psycopg
 import typer
 
+from pgdefer.database.own_threads import in_own_thread
 from pgdefer.errors import PgDeferError
 from pgdefer.worker.databases import Database, DsnFile
 
-from ._base import Exit, Rows, Session, connect, explained, fail, say, session
+from ._base import Exit, Rows, Session, connect, dsn_file, explained, fail, say, session
 
 T = TypeVar("T")
 
 DSNS = Annotated[
     Path | None,
-    typer.Option(
-        "--dsns",
-        metavar="FILE",
-        exists=True,
-        dir_okay=False,
-        help="Many databases, in place of --dsn: one DSN per line, # begins a comment.",
-        show_default=False,
-    ),
+    dsn_file("Many databases, in place of --dsn: one DSN per line, # begins a comment."),
 ]
 # How many databases are asked at a time, and how long one answer may take, in seconds.
 AT_ONCE = 64
@@ -69,7 +60,6 @@ class _Many(Databases):
         self._left = databases
         self._patience = patience
         self._as_json = as_json
-        self._turns = threading.Semaphore(AT_ONCE)
         self._connections: dict[str, psycopg.Connection[Any]] = {}
         self.failures: dict[str, tuple[Exit, str]] = {}
 
@@ -79,36 +69,44 @@ class _Many(Databases):
 
     def ask(self, question: Callable[[Session], T]) -> dict[str | None, T]:
         """Return the answers. Exits if no database has one."""
-        asked = [_begun(functools.partial(self._ask, each, question)) for each in self._left]
-        end = None if self._patience is None else time.monotonic() + self._patience
-        found: dict[str | None, T] = {}
-        for database, one in zip(self._left, asked, strict=True):
-            try:
-                left = None if end is None else max(end - time.monotonic(), 0)
-                found[database.name] = one.result(left)
-            except TimeoutError:
-                said = f"no answer within {self._patience:g} s"
-                self.failures[database.name] = Exit.UNREACHABLE, said
-            except (psycopg.Error, PgDeferError, OSError) as error:
-                self.failures[database.name] = explained(error)
+        found = asyncio.run(self._ask_all(question))
         self._left = [database for database in self._left if database.name in found]
         if not found:
             raise typer.Exit(max(code for code, _ in self.failures.values()))
         return found
 
-    def _ask(self, database: Database, question: Callable[[Session], T]) -> T:
-        with self._turns:
-            if database.name not in self._sessions:
-                connection = self._connections[database.name] = connect(database.dsn)
-                self._sessions[database.name] = Session(connection, as_json=self._as_json)
+    async def _ask_all(self, question: Callable[[Session], T]) -> dict[str | None, T]:
+        turns = asyncio.Semaphore(AT_ONCE)
+
+        async def ask(database: Database) -> T:
+            async with turns:
+                return await in_own_thread(self._ask, database, question)
+
+        asked = {database.name: asyncio.create_task(ask(database)) for database in self._left}
+        _, late = await asyncio.wait(asked.values(), timeout=self._patience)
+        found: dict[str | None, T] = {}
+        for name, task in asked.items():
+            if task in late:
+                self.failures[name] = Exit.UNREACHABLE, f"no answer within {self._patience:g} s"
+                continue
             try:
-                answer = question(self._sessions[database.name])
-            except BaseException:
-                self._connections[database.name].close()
-                raise
-            if database.name in self.failures:  # it was given up meanwhile
-                self._connections[database.name].close()
-            return answer
+                found[name] = task.result()
+            except (psycopg.Error, PgDeferError, OSError) as error:
+                self.failures[name] = explained(error)
+        return found
+
+    def _ask(self, database: Database, question: Callable[[Session], T]) -> T:
+        if database.name not in self._sessions:
+            connection = self._connections[database.name] = connect(database.dsn)
+            self._sessions[database.name] = Session(connection, as_json=self._as_json)
+        try:
+            answer = question(self._sessions[database.name])
+        except BaseException:
+            self._connections[database.name].close()
+            raise
+        if database.name in self.failures:  # it was given up meanwhile
+            self._connections[database.name].close()
+        return answer
 
     def close(self) -> None:
         """Close the connections that are not in use."""
@@ -117,23 +115,9 @@ class _Many(Databases):
                 self._connections[database.name].close()
 
 
-def _begun(call: Callable[[], T]) -> Future[T]:
-    """Call in a thread of its own."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return answer
-
-
 @contextlib.contextmanager
 def databases(
-    dsn: str | None, file: Path | None, *, as_json: bool, patience: float | None = PATIENCE
+    dsn: str | None, file: Path | None, *, as_json: bool, patience: float | None
 ) -> Iterator[Databases]:
     """Provide the database, or those of a file.
 

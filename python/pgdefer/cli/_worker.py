@@ -32,7 +32,7 @@ from pgdefer.worker.prefetch import MOST, MOST_OF_MANY
 from pgdefer.worker.supervisor import Supervisor, SupervisorChannel
 
 from . import _show
-from ._base import DSN, AsJson, Exit, fail, is_whole, reported, session
+from ._base import DSN, AsJson, Exit, dsn_file, fail, is_whole, reported, session
 from ._log import Format, Level, set_up_log
 from ._reload import run_and_reload
 
@@ -66,14 +66,9 @@ Dsns = Annotated[
 ]
 DsnFileName = Annotated[
     Path | None,
-    typer.Option(
-        "--dsns",
-        metavar="FILE",
-        exists=True,
-        dir_okay=False,
-        help="Work for many databases: one DSN per line, # begins a comment. It is read again "
-        "when it changes.",
-        show_default=False,
+    dsn_file(
+        "Work for many databases: one DSN per line, # begins a comment. It is read again "
+        "when it changes."
     ),
 ]
 PerDatabase = Annotated[
