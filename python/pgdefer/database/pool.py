@@ -397,8 +397,8 @@ class AsyncPool:
         loop = asyncio.get_running_loop()
         if loop not in self._loops or not self._loops[loop][0].is_here:
             # A semaphore that was waited for keeps its loop, and so its entry.
-            for other in [reference() for reference in self._loops.keyrefs()]:
-                if other is not None and other.is_closed():
+            for other in self._known_loops():
+                if other.is_closed():
                     self._drop(other)
             turn = asyncio.Semaphore(self._most) if self._most else _NO_TURN
             self._loops[loop] = _Idle(self._kept), turn
@@ -433,14 +433,19 @@ class AsyncPool:
 
     def close_idle(self) -> None:
         """Close the idle connections of all loops; from any thread."""
-        # By the references: other threads' loops come and go meanwhile.
-        for loop in [reference() for reference in self._loops.keyrefs()]:
-            if loop is not None and (entry := self._loops.get(loop)) is not None:
-                entry[0].close()
+        for loop in self._known_loops():
+            idle, _ = self._loops.get(loop, (None, None))
+            if idle is not None:
+                idle.close()
 
     def close(self) -> None:
         """Close the running loop's idle connections; later calls open new ones."""
         self._drop(asyncio.get_running_loop())
+
+    def _known_loops(self) -> list[asyncio.AbstractEventLoop]:
+        # By the references: other threads' loops come and go meanwhile.
+        loops = [reference() for reference in self._loops.keyrefs()]
+        return [loop for loop in loops if loop is not None]
 
     def _drop(self, loop: asyncio.AbstractEventLoop) -> None:
         idle, _ = self._loops.pop(loop, (None, None))
