@@ -15,6 +15,7 @@ from psycopg import sql
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from pgdefer import App, Retry, Worker
+from pgdefer.contrib.cluster import install as install_cluster
 from pgdefer.database.install import Form, install
 
 Connection = psycopg.Connection[Any]
@@ -142,6 +143,33 @@ def test_default_privileges_give_nobody_a_right(managed: Managed, form: Form) ->
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 managed.ask("grafana", query)
         managed.ask("owner", "select queue.uninstall(true)")
+
+
+def test_default_privileges_beside_shards_and_objects_of_others(managed: Managed) -> None:
+    with managed.connect("owner") as owner:
+        owner.execute("alter default privileges grant execute on functions to grafana")
+        owner.execute(
+            "alter default privileges grant select on tables to grafana with grant option"
+        )
+        owner.execute("alter default privileges grant usage on types to web")
+    install(managed.dsn("owner"), "plain")
+    install_cluster(managed.dsn("owner"))
+    managed.ask("owner", "select queue.grant_access('grafana', 'reader')")
+    with pytest.raises(psycopg.errors.InsufficientPrivilege, match="shard_leave"):
+        managed.ask("grafana", "select queue.shard_leave(1, 'b')")
+    with managed.connect("owner") as owner:
+        owner.execute("grant usage, create on schema queue to stranger")
+        owner.execute("grant usage on schema queue to web")
+        owner.execute("create view queue.report as select 1")
+        owner.execute("grant select on queue.report to web")
+        owner.execute("grant select on queue.jobs to grafana with grant option")
+    with managed.connect("stranger") as stranger:
+        stranger.execute("create table queue.theirs ()")
+    with managed.connect("grafana") as grafana:
+        grafana.execute("grant select on queue.jobs to web")
+    managed.ask("owner", "select queue.migrate()")
+    assert managed.ask("web", "select * from queue.report") == [(1,)]
+    assert managed.ask("grafana", "select id from queue.jobs") == []
 
 
 async def work(managed: Managed) -> None:
