@@ -126,7 +126,7 @@ def ls(
 ) -> None:
     """List jobs, newest first. Exits with 13 if it stopped before it found enough.
 
-    So it does if some of many databases could not be asked.
+    With --dsns it also does so if a database could not be asked.
     """
     if dsns is not None and before is not None:
         fail(Exit.USAGE, "--before is for one database, as each has its own ids: give --limit.")
