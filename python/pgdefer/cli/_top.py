@@ -71,8 +71,8 @@ def top(
 ) -> None:
     """Show queues, workers and rates, live. q quits, any other key refreshes.
 
-    The busiest queues come first; rates are those of the last 5 minutes. Of many databases, those
-    that can't be asked are left out, and named in the end.
+    The busiest queues come first; rates are those of the last 5 minutes. With --dsns,
+    databases that can't be asked are left out, and named at the end; the exit code is then 13.
     """
     if as_json and not once:
         fail(Exit.USAGE, "--json goes with --once")
