@@ -20,7 +20,7 @@ from psycopg.rows import dict_row
 
 from pgdefer import App
 from pgdefer.database.embedded import EmbeddedServer
-from support import url_of
+from support import create_database, url_of
 from workers import running as running
 from workers import until as until
 from workers import wait_for as wait_for
@@ -140,12 +140,7 @@ class Tenants:
         self._names: list[str] = []
 
     def new(self, name: str, *, template: str = "pgdefer_base") -> str:
-        with psycopg.connect(self.server.dsn("postgres"), autocommit=True) as connection:
-            connection.execute(
-                sql.SQL("create database {} template {}").format(
-                    sql.Identifier(name), sql.Identifier(template)
-                )
-            )
+        create_database(self.server, name, template)
         self._names.append(name)
         return self.dsn(name)
 

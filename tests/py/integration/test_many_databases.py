@@ -448,8 +448,9 @@ async def test_metrics_have_the_queues_of_each_database(
     served = [nowhere, *dsns]
     async with working(app, served, queues=["q"], http="127.0.0.1:0", heartbeat_every=0.2) as one:
         await until(lambda: one.probes)
-        while await scraped(one) != dict([a, b, c]):
-            pass  # workers register, and heartbeats come, beside it
+        async with asyncio.timeout(300):
+            while await scraped(one) != dict([a, b, c]):
+                pass  # workers register, and heartbeats come, beside it
         assert "the metrics lack" not in caplog.text
         monkeypatch.setattr(prometheus, "STATEMENT_TIMEOUT", "600s")
         with psycopg.connect(dsns[2]) as holder:
