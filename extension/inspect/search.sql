@@ -11,7 +11,8 @@ create or replace function queue.search(
   max_bytes bigint default 50000000,
   by text default 'text', task text default null, before bigint default null, max_jobs integer default 100)
 returns table (id bigint, queue_name text, task_name text, job_state text, reason text, priority integer,
-  attempts integer, created_at timestamptz, description text, bytes integer, excerpt text, next_id bigint)
+  attempts integer, created_at timestamptz, scheduled_at timestamptz, started_at timestamptz,
+  finished_at timestamptz, error text, description text, bytes integer, excerpt text, next_id bigint)
 language plpgsql stable parallel unsafe security definer rows 100
 set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
@@ -81,7 +82,8 @@ begin
     or cardinality(v_ids) = v_n and queue._candidates(search.state, v_before, 1) <> '{}' then
     return query
       select null::bigint, null::text, null::text, null::text, null::text, null::integer, null::integer,
-        null::timestamptz, null::text, null::integer,
+        null::timestamptz, null::timestamptz, null::timestamptz, null::timestamptz, null::text, null::text,
+        null::integer,
         format('stopped at %s %s, %s bytes; continue with before => %s', v_found,
           case v_found when 1 then 'job' else 'jobs' end, v_looked, v_before), v_before;
   end if;
@@ -130,12 +132,13 @@ comment on function queue.get(bigint, text) is
 create or replace function queue._found_jobs(p_ids bigint[], p_bytes integer[], p_state text, p_pattern text,
   p_by text, p_path jsonpath, p_hidden jsonb)
 returns table (id bigint, queue_name text, task_name text, job_state text, reason text, priority integer,
-  attempts integer, created_at timestamptz, description text, bytes integer, excerpt text, next_id bigint)
+  attempts integer, created_at timestamptz, scheduled_at timestamptz, started_at timestamptz,
+  finished_at timestamptz, error text, description text, bytes integer, excerpt text, next_id bigint)
 language plpgsql stable parallel safe security invoker as $$
 begin
   return query
     select job.id, job.queue, job.task, job.state, job.reason, job.priority, job.attempts, job.created_at,
-      job.description, f.bytes,
+      job.scheduled_at, job.started_at, job.finished_at, job.error, job.description, f.bytes,
       queue._excerpt(p_pattern, p_by, p_path, queue._cut(p_hidden -> job.task, job.args)), null::bigint
     from unnest(p_ids, p_bytes) with ordinality f (id, bytes, n)
     cross join lateral (select j.* from queue.all_jobs j where j.id = f.id offset 0) job

@@ -89,6 +89,8 @@ COLUMNS = {
     "error": "error",
     "description": "description",
 }
+# What a search adds.
+FOUND = {"bytes": "bytes", "excerpt": "found"}
 ATTEMPTS = {
     "attempt": "attempt",
     "outcome": "outcome",
@@ -133,14 +135,9 @@ def ls(
     asked = {"queue": queue, "task": task, "before": before, "max_jobs": limit}
     asked |= {"pattern": None, "by": "text", "max_bytes": None if no_limit else GLANCE}
 
-    def find(on: Session) -> Rows:
-        rows = _find(on, asked, state, limit)
-        _add_ends(on, rows)
-        return rows
-
     patience = None if no_limit else PATIENCE
     with databases(dsn, dsns, as_json=as_json, patience=patience) as on:
-        rows = _newest(on.ask(find), limit)
+        rows = _newest(on.ask(lambda on: _find(on, asked, state, limit)), limit)
         columns = COLUMNS if dsns is None else {"database": "database", **COLUMNS}
         if not _show_found(rows, columns, limit):
             raise typer.Exit(Exit.PARTLY)
@@ -186,8 +183,7 @@ def search(
     with session(dsn, as_json=as_json) as on:
         rows = _find(on, asked, state, limit)
     left_out = ("priority", "attempts", "finished_at", "error")
-    columns = {key: name for key, name in COLUMNS.items() if key not in left_out}
-    columns |= {"bytes": "bytes", "excerpt": "found"}
+    columns = {key: name for key, name in COLUMNS.items() if key not in left_out} | FOUND
     if not _show_found(rows, columns, limit):
         raise typer.Exit(Exit.PARTLY)
 
@@ -240,30 +236,24 @@ def _created(row: Mapping[str, Any]) -> dt.datetime:
     return dt.datetime.fromisoformat(value) if isinstance(value, str) else value
 
 
-def _add_ends(on: Session, rows: Rows) -> None:
-    """Add when jobs ended, and their errors."""
-    ids = [row["id"] for row in rows.values if row["id"] is not None]
-    ends = {row["id"]: row for row in on.call(sql.ENDS, {"ids": ids}).values} if ids else {}
-    for row in rows.values:
-        row.update({"finished_at": None, "error": None} | ends.get(row["id"], {}))
-
-
 def _show_found(rows: Rows, columns: dict[str, str], limit: int) -> bool:
     """Print the jobs that a search found, and below them that there may be more."""
     more = None
     if rows.values and rows.values[-1]["id"] is None:
         more = rows.values.pop()
     if rows.texts is not None:
-        # By the keys of `show`, and those of a search's own.
-        given = [key for key in COLUMNS if key in columns or key in ("priority", "attempts")]
-        keys = [*given, *(key for key in columns if key not in COLUMNS)]
+        left_out = {"next_id", *FOUND} - columns.keys()
         rows.texts = [
-            json.dumps({key: row[key] for key in keys}, ensure_ascii=False, separators=(",", ":"))
+            json.dumps(
+                {key: value for key, value in row.items() if key not in left_out},
+                ensure_ascii=False,
+                separators=(",", ":"),
+            )
             for row in rows.values
         ]
     for row in rows.values:
         row |= {key: row[key] or None for key in ("priority", "attempts")}
-        if row.get("error"):
+        if row["error"]:
             row["error"] = row["error"].partition("\n")[0]
     least = ["bytes", "attempts", "priority", "created_at", "reason"]
     if "excerpt" in columns:

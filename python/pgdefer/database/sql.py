@@ -361,7 +361,8 @@ ATTEMPTS = Statement("""
 
 SEARCH = Statement("""
     select id, queue_name as queue, task_name as task, job_state as state, reason, priority,
-      attempts, created_at, description, bytes, excerpt, next_id
+      attempts, created_at, scheduled_at, started_at, finished_at, error, description, bytes,
+      excerpt, next_id
     from queue.search(
       pattern => cast(:pattern as text), queue => cast(:queue as text),
       state => cast(:state as text), max_bytes => cast(:max_bytes as bigint),
@@ -376,7 +377,8 @@ HIDE_SENSITIVE = Statement("""
 """)
 
 LIST_JOBS = Statement(f"""
-    select id, queue, task, state, reason, priority, attempts, created_at, description, excerpt
+    select id, queue, task, state, reason, priority, attempts, created_at, scheduled_at, started_at,
+      finished_at, error, description, excerpt
     from ({SEARCH.text}) as s where id is not null
 """)
 
@@ -399,10 +401,6 @@ _ENDED = """
            or right(cast(:queue as text), 1) = '*'
              and starts_with(queue, left(cast(:queue as text), -1)))
 """
-
-ENDS = Statement("""
-    select id, finished_at, error from queue.jobs where id = any (cast(:ids as bigint[]))
-""")
 
 ENDED_LATELY = Statement(f"""
     {_ENDED} and finished_at > now() - interval '10 minutes'

@@ -47,6 +47,10 @@ class JobInfo:
     priority: int
     attempts: int
     created_at: dt.datetime
+    scheduled_at: dt.datetime | None
+    started_at: dt.datetime | None
+    finished_at: dt.datetime | None
+    error: str | None
     description: str | None
     excerpt: str | None
 

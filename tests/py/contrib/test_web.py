@@ -303,6 +303,7 @@ def test_filters_and_pages(login: Login, conn: Connection) -> None:
 
     assert shown() == set(ids.values())
     assert shown(state="failed") == {ids["failed"]}
+    assert "&lt;b&gt;" in client.get("/jobs?state=failed").text  # its error
     assert shown(queue="shop*", task="shop") == {ids["ready"], ids["waits"]}
     assert shown(by="key", pattern="l") == {ids["running"], ids["blocked"]}
     assert shown(by="path", pattern='$.to ? (@ == "ann")') == {ids["failed"]}

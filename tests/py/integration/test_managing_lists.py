@@ -46,6 +46,10 @@ async def test_lists(app: App, conn: Connection, jobs: Jobs) -> None:
     assert [job.id for job in app.list_jobs(pattern="customer:1", by="key")] == [2, 1]
     (found,) = app.list_jobs(state="failed")
     assert (found.id, found.task, found.queue, found.attempts) == (failed.id, "bad", "default", 1)
+    assert found.error == "ValueError: no"
+    assert found.started_at is not None
+    assert found.finished_at is not None
+    assert found.started_at <= found.finished_at
     queues = {queue.name: queue for queue in app.list_queues()}
     assert queues["mail"].ready == 2
     app.pause(task=task, queue="slow")

@@ -1,6 +1,6 @@
 -- search: by substring, jsonpath and key, of a queue, task and state, in pages, with a limit on what it reads.
 
-select plan(168);
+select plan(171);
 
 set pgdefer.notify = off;
 
@@ -111,7 +111,7 @@ select s.seq_scan as scans from pg_stat_xact_user_tables s where s.relid = 'queu
 select is(pg_temp.found('state => ''running'''), 'c b', 'also below many ready ones');
 select is((select s.seq_scan from pg_stat_xact_user_tables s where s.relid = 'queue.active_job'::regclass) - :scans, 1::bigint, 'which it reads once');
 rollback;
-select queue.finish_many(jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', case j.task when 'b' then 'failed' else 'succeeded' end)))
+select queue.finish_many(jsonb_agg(jsonb_build_object('id', j.id, 'claim', j.claim, 'outcome', case j.task when 'b' then 'failed' else 'succeeded' end) || case j.task when 'b' then '{"error": "boom"}' else '{}' end::jsonb))
 from queue.jobs j where j.state = 'running' \g /dev/null
 select is(pg_temp.found('state => ''failed'''), 'b', 'failed ones');
 select is(pg_temp.found('state => ''succeeded'''), 'c', 'succeeded ones');
@@ -130,6 +130,9 @@ select is((select string_agg(distinct s.job_state, ' ') from unnest('{scheduled,
            cross join lateral queue.search(state => u.state) s where s.job_state <> u.state), null, 'no other states');
 select is((select count(*)::integer from unnest('{scheduled,waiting,upstream_failed,blocked,ready,running,held,succeeded,failed,cancelled}'::text[]) u (state)
            cross join lateral queue.search(state => u.state) s), (select count(*)::integer from queue.jobs), 'each job has one');
+select results_eq('select s.id, s.scheduled_at, s.started_at, s.finished_at, s.error from queue.search() s order by s.id', 'select j.id, j.scheduled_at, j.started_at, j.finished_at, j.error from queue.jobs j order by j.id', 'shown with its times and error');
+select is((select error from queue.search(state => 'failed')), 'boom', 'the error of a failed one');
+select isnt((select scheduled_at from queue.search(state => 'scheduled')), null, 'the time of a scheduled one');
 
 -- Jobs of other states that its candidates include, and that fill its batches: replacements that no admission has seen
 select queue.defer('early') \g /dev/null

@@ -34,7 +34,8 @@ from queue.series(within => '6 hours', step => '5 minutes') order by at
 
 JOBS = """
 select id, queue_name as queue, task_name as task, job_state as state, reason, priority, attempts,
-  created_at, left(description, 200) as description, left(excerpt, 200) as excerpt, next_id
+  created_at, scheduled_at, started_at, finished_at, left(error, 200) as error,
+  left(description, 200) as description, left(excerpt, 200) as excerpt, next_id
 from queue.search(pattern => %(pattern)s, queue => %(queue)s, state => %(state)s,
   max_bytes => %(max_bytes)s, by => %(by)s, task => %(task)s,
   before => %(before)s, max_jobs => %(n)s)
@@ -44,23 +45,17 @@ from queue.search(pattern => %(pattern)s, queue => %(queue)s, state => %(state)s
 # long before that no job below it was deferred in that time.
 _FROM = "%(from)s::timestamp at time zone %(zone)s::text"
 _TO = "%(to)s::timestamp at time zone %(zone)s::text"
-_TIMES = {
-    "created": "select s.created_at as at",
-    "started": "select j.started_at as at from queue.jobs j where j.id = s.id",
-    "finished": "select j.finished_at as at from queue.jobs j where j.id = s.id",
-    "scheduled": "select j.scheduled_at as at from queue.jobs j where j.id = s.id",
-}
+_TIMES = ("created", "started", "finished", "scheduled")
 JOBS_BY_TIME = {
-    name: f"""
-select s.*, to_char(x.at at time zone %(zone)s::text, 'YYYY-MM-DD HH24:MI:SS') as moment,
-  coalesce(x.at >= coalesce({_FROM}, '-infinity') and x.at < coalesce({_TO}, 'infinity'), false)
-    as is_found,
+    time: f"""
+select s.*, to_char(s.{time}_at at time zone %(zone)s::text, 'YYYY-MM-DD HH24:MI:SS') as moment,
+  coalesce(s.{time}_at >= coalesce({_FROM}, '-infinity')
+    and s.{time}_at < coalesce({_TO}, 'infinity'), false) as is_found,
   coalesce(s.created_at < {_FROM} - interval '1 hour', false) as is_older
 from ({JOBS.strip()}) s
-left join lateral ({times}) x on true
 order by s.id desc nulls last
 """  # noqa: S608 (composed of the constants above)
-    for name, times in _TIMES.items()
+    for time in _TIMES
 }
 
 # The id from which on all jobs were deferred after a moment, found by halving: ids follow the time,
