@@ -18,7 +18,15 @@ from pgdefer.contrib import web
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.database.embedded import EmbeddedServer
 from support import ROOT, create_database
-from web_page import ask_for_passwords, grant, location, logged_in, server_of_pages, serving
+from web_page import (
+    ask_for_passwords,
+    grant,
+    lift_time_limits,
+    location,
+    logged_in,
+    server_of_pages,
+    serving,
+)
 
 PROJECT = ROOT / "examples" / "django_shop"
 sys.path.insert(0, str(PROJECT))
@@ -155,8 +163,9 @@ def granted(page_server: None, server: EmbeddedServer, conn: psycopg.Connection[
 
 
 @pytest.fixture
-def site(dsn: str, granted: None) -> Iterator[str]:
-    """The page's address."""
+def site(dsn: str, granted: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The page's address. Its statements may take as long as on a busy machine."""
+    lift_time_limits(monkeypatch)
     with serving(web.asgi(location(dsn))) as address:
         yield address
 

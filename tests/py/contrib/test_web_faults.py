@@ -15,7 +15,7 @@ import pytest
 from pgdefer.contrib import web
 from pgdefer.contrib.web import database, figures, pool
 from pgdefer.contrib.web.sessions import REFUSED
-from web_page import PASSWORD, lift_time_limits, logged_in, send, serving, token, visitor
+from web_page import PASSWORD, logged_in, send, serving, token, visitor
 from workers import wait_for
 
 pytestmark = pytest.mark.client
@@ -108,7 +108,6 @@ def test_the_page_limits_its_connections(
     monkeypatch: pytest.MonkeyPatch, site: str, conn: Connection, connect: Connect
 ) -> None:
     monkeypatch.setattr(pool, "MOST", 2)
-    lift_time_limits(monkeypatch)
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(logged_in(site, "page_operator")) for _ in range(3)]
         assert connections(conn) == 2, "an idle one makes room"
@@ -273,9 +272,8 @@ def test_a_call_on_all_that_match_stops_at_a_lock(
 
 
 def test_a_call_on_all_that_match_loses_its_connection(
-    monkeypatch: pytest.MonkeyPatch, site: str, conn: Connection, one_is_locked: Connection
+    site: str, conn: Connection, one_is_locked: Connection
 ) -> None:
-    lift_time_limits(monkeypatch)
     with logged_in(site, "page_operator") as client:
         with ThreadPoolExecutor() as threads:
             form = {"action": "hold", "scope": "all", "confirmed": "1"}
@@ -290,6 +288,16 @@ def test_a_call_on_all_that_match_loses_its_connection(
         assert "the connection was lost" in answer.text
         one_is_locked.rollback()
         assert "3 done, 0 refused" in go_on(client, answer).text
+
+
+def test_the_server_ends_a_transaction_that_idles(
+    monkeypatch: pytest.MonkeyPatch, dsn: str, conn: Connection
+) -> None:
+    monkeypatch.setitem(database.SETTINGS, "idle_in_transaction_session_timeout", "10")
+    page = database.Database(dsn, pool.Pool())
+    with pytest.raises(database.Unreachable), page.visit() as visit:
+        wait_for(lambda: connections(conn) == 0)
+        visit.rows("select 1")
 
 
 # What a refusal says
