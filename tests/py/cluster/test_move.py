@@ -122,7 +122,7 @@ def move_under_load(
 
     def produce() -> None:
         nonlocal slowest
-        mine = Cluster(App(), *dsns.values())
+        mine = Cluster(App(), *dsns.values(), patience=300)
         number = count
         while not stop.is_set():
             key = names[number % len(names)]

@@ -271,7 +271,7 @@ def test_each_job_has_fresh_connections(
 
 def test_coroutines_do_not_wait_for_each_other(app: DjangoApp) -> None:
     """Each has a thread of its own: two meet, whose statements run at once."""
-    met = threading.Barrier(2, timeout=60)
+    met = threading.Barrier(2, timeout=300)
 
     @app.task(name="meet")
     async def meet() -> None:

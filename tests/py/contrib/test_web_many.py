@@ -295,6 +295,6 @@ def test_the_command_refuses(tmp_path: Path, line: str, options: list[str], said
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert (done.returncode, said in done.stderr) == (2, True), done.stderr

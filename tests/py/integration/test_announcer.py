@@ -431,7 +431,7 @@ async def test_a_hook_that_swallows_its_cancel_does_not_keep_the_worker(
         worker.stop()
     await begun.wait()
     worker.stop()
-    done, _ = await asyncio.wait([working], timeout=60)
+    done, _ = await asyncio.wait([working], timeout=300)
     is_over.set()
     await working
     assert done == {working}

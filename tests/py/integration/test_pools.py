@@ -180,7 +180,7 @@ def test_who_holds_the_last_connection(dsn: str, jobs: Jobs) -> None:
         def task() -> None: ...
 
         said = r"couldn't get a connection after 0.10 sec: .* all 1 connections.*connection=connec"
-        with pool.connection(timeout=60) as mine:
+        with pool.connection(timeout=300) as mine:
             with pytest.raises(PoolTimeout, match=said):
                 task.defer()
             task.defer_with(mine)
@@ -195,7 +195,7 @@ async def test_who_holds_the_last_asynchronous_connection(dsn: str, jobs: Jobs) 
         @app.task(name="t", queue="q")
         def task() -> None: ...
 
-        async with pool.connection(timeout=60) as mine:
+        async with pool.connection(timeout=300) as mine:
             with pytest.raises(PoolTimeout, match="connection=connection"):
                 await task.defer_async()
             await task.defer_with_async(mine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import importlib
 import multiprocessing
 import sys
@@ -110,7 +111,7 @@ async def test_an_abort_leaves_the_process(
     slow: Slow, jobs: Jobs, conn: psycopg.Connection[Any]
 ) -> None:
     async with running(slow.app):
-        first = await slow.tasks.pid.configure(timeout=None).defer_async()
+        first = await slow.tasks.pid.configure(timeout=dt.timedelta(hours=1)).defer_async()
         await until(slow.started.exists)
         (child,) = multiprocessing.active_children()
         conn.execute("select queue.cancel(%s, abort => true)", (first.id,))

@@ -203,7 +203,7 @@ async def get(worker: Worker, path: str) -> tuple[int, str]:
 
     def fetch() -> tuple[int, str]:
         try:
-            with urllib.request.urlopen(url, timeout=60) as answer:
+            with urllib.request.urlopen(url, timeout=300) as answer:
                 return answer.status, answer.read().decode()
         except urllib.error.HTTPError as error:
             with error:

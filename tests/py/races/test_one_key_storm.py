@@ -202,5 +202,5 @@ def test_slots_that_are_passed_on_wake_a_worker(
         sleeping.execute(f'listen "{channel}"'.encode())
     outcomes = json.dumps([{"id": id, "claim": claim, "outcome": "succeeded"}])
     conn.execute("select from queue.finish_many(%s)", [outcomes])
-    assert list(sleeping.notifies(timeout=60, stop_after=1))
+    assert list(sleeping.notifies(timeout=300, stop_after=1))
     assert len(conn.execute(fetch, [worker]).fetchall()) == 1
