@@ -266,8 +266,8 @@ begin
     from (values
       ('{producer}'::text[], true, '{defer, defer_chain, defer_group, defer_many, defer_trigger}'::text[]),
       ('{producer}', true, '{
-        shard_defer, shard_defer_many, shard_key, _shard_check_groups, _shard_check_needs, _shard_enter,
-        _shard_invalid, _shard_note, _shard_tagged}'),
+        shard_defer, shard_defer_many, shard_key, _shard_check_needs, _shard_enter, _shard_invalid,
+        _shard_nested_jobs, _shard_note, _shard_tagged}'),
       ('{producer,worker,operator,reader}', true, '{
         shard_find, shard_map, shard_of, shard_stopped, shard_under_way}'),
       ('{producer,worker}', true, '{await_result}'),

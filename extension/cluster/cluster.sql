@@ -105,11 +105,12 @@ $$;
 create or replace function queue.shard_key(job jsonb)
 returns text language plpgsql immutable parallel safe set search_path = pg_catalog, pg_temp as $$
 declare
-  v_key text := coalesce(job ->> 'shard_key', nullif(job ->> 'lock', ''),
-    nullif(job #>> '{options,share}', ''), job #>> '{options,headers,tenant}');
+  v_headers constant jsonb := coalesce(job #> '{options,headers}', job -> 'headers', 'null');
+  v_key constant text := coalesce(job ->> 'shard_key', nullif(job ->> 'lock', ''),
+    nullif(coalesce(job #>> '{options,share}', job ->> 'share'), ''), v_headers ->> 'tenant');
 begin
   if coalesce(jsonb_typeof(job -> 'options'), 'null') not in ('object', 'null')
-    or coalesce(jsonb_typeof(job #> '{options,headers}'), 'null') not in ('object', 'null') then
+    or jsonb_typeof(v_headers) not in ('object', 'null') then
     raise exception using errcode = '22023', message = 'options and headers must be objects',
       hint = 'Pass a JSON object, or leave them out.';
   elsif coalesce(v_key, '') = '' or octet_length(v_key) > 1000 then

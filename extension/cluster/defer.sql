@@ -96,17 +96,23 @@ begin
   end if;
 end $$;
 
--- Raises: 22023 if a job has a group, of its own or by default.
-create or replace function queue._shard_check_groups(p_jobs jsonb)
-returns void language plpgsql stable security definer set search_path = pg_catalog, pg_temp as $$
+-- Returns the jobs without their shard keys, with all options in `options`.
+-- Raises: 22023 as queue.defer_many for unknown keys, and if a job has a group, of its own or by default.
+create or replace function queue._shard_nested_jobs(p_jobs jsonb)
+returns jsonb language plpgsql stable security definer set search_path = pg_catalog, pg_temp as $$
+declare
+  v_jobs constant jsonb := queue._nested_jobs((
+    select coalesce(jsonb_agg(j.job - 'shard_key' order by j.n), '[]')
+    from jsonb_array_elements(p_jobs) with ordinality j (job, n)));
 begin
   if exists (
-    select from jsonb_array_elements(p_jobs) j left join queue.task t on t.name = j ->> 'task'
+    select from jsonb_array_elements(v_jobs) j left join queue.task t on t.name = j ->> 'task'
     where coalesce(nullif(j #> '{options,group}', 'null'), t.options -> 'group') <> '""') then
     raise exception using errcode = '22023', message = 'a group has no shard key',
       hint = 'Use one database for the jobs of a group: queue.defer in the shard of your choice. If it is the'
         ' default of the task, pass the option group as empty text.';
   end if;
+  return v_jobs;
 end $$;
 
 -- Notes jobs of a slot that moves. The caller has entered with these keys. Any role may call this, so it
@@ -131,6 +137,7 @@ create or replace function queue.shard_defer_many(jobs jsonb)
 returns setof bigint language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
   v_keys text[];
+  v_jobs jsonb;
   v_ids bigint[];
 begin
   if jsonb_typeof(jobs) is distinct from 'array' then
@@ -139,15 +146,15 @@ begin
   end if;
   v_keys := array(select queue.shard_key(j.job)
     from jsonb_array_elements(jobs) with ordinality j (job, n) order by j.n);
-  perform queue._shard_check_groups(jobs);
+  v_jobs := queue._shard_tagged(queue._shard_nested_jobs(jobs), v_keys);
   perform queue._shard_check_needs(v_keys[j.n], j.job -> 'needs')
-  from jsonb_array_elements(jobs) with ordinality j (job, n) where jsonb_typeof(j.job -> 'needs') = 'array';
+  from jsonb_array_elements(v_jobs) with ordinality j (job, n) where jsonb_typeof(j.job -> 'needs') = 'array';
   if queue._shard_enter(array(select distinct k from unnest(v_keys) k order by k)) then
-    v_ids := array(select d from queue.defer_many(queue._shard_tagged(jobs, v_keys)) d);
+    v_ids := array(select d from queue.defer_many(v_jobs) d);
     perform queue._shard_note(v_keys, v_ids);
     return query select unnest(v_ids);
   else
-    return query select d from queue.defer_many(queue._shard_tagged(jobs, v_keys)) d;
+    return query select d from queue.defer_many(v_jobs) d;
   end if;
 end $$;
 comment on function queue.shard_defer_many(jsonb) is
@@ -158,7 +165,7 @@ comment on function queue.shard_defer_many(jsonb) is
 -- The jobs, each with its key among its headers.
 create or replace function queue._shard_tagged(p_jobs jsonb, p_keys text[])
 returns jsonb language sql immutable set search_path = pg_catalog, pg_temp as $$
-  select coalesce(jsonb_agg(j.job - 'shard_key' || jsonb_build_object('options',
+  select coalesce(jsonb_agg(j.job || jsonb_build_object('options',
     coalesce(nullif(j.job -> 'options', 'null'), '{}') || jsonb_build_object('headers',
       coalesce(nullif(j.job #> '{options,headers}', 'null'), '{}')
         || jsonb_build_object('shard_key', p_keys[j.n]))) order by j.n), '[]')
@@ -178,7 +185,7 @@ comment on function queue.shard_defer(text, text, jsonb, jsonb) is
 -- Roles get these functions by queue.grant_access (base/permissions.sql, _function_grants), which an upgrade
 -- repeats: those that have access get them now. PUBLIC has none. Locks: as migrate.
 revoke all on function queue._shard_enter, queue._shard_refuse, queue._shard_check_needs,
-  queue._shard_check_groups, queue._shard_note, queue.shard_defer_many, queue._shard_tagged,
+  queue._shard_nested_jobs, queue._shard_note, queue.shard_defer_many, queue._shard_tagged,
   queue.shard_defer, queue.shard_of, queue._shard_part_of, queue.shard_key, queue.shard_map,
   queue.shard_find, queue.shard_under_way, queue.shard_stopped, queue._shard_invalid from public;
 lock table queue.access in share row exclusive mode;

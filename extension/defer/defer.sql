@@ -61,6 +61,7 @@ create or replace function queue.defer_many(jobs jsonb)
 returns setof bigint language plpgsql volatile parallel unsafe security definer rows 1000
 set search_path = pg_catalog, pg_temp as $$
 declare
+  v_jobs jsonb;
   v_job jsonb;
 begin
   {{installed}}
@@ -99,19 +100,18 @@ begin
         returning id)
       select a.id from appended a;
   else
-    perform queue._reserve_idempotency_keys(defer_many.jobs);
-    for v_job in select jsonb_array_elements(defer_many.jobs) loop
-      perform queue._check_keys('a job', v_job,
-        array['task', 'args', 'queue', 'priority', 'lock', 'queueing_lock', 'scheduled_at',
-        'deadline', 'needs', 'concurrency_key', 'concurrency_limit', 'options']);
+    v_jobs := queue._nested_jobs(defer_many.jobs);
+    perform queue._reserve_idempotency_keys(v_jobs);
+    for v_job in select jsonb_array_elements(v_jobs) loop
       return next queue._defer_json(v_job);
     end loop;
   end if;
   perform queue._announce();
 end $$;
 comment on function queue.defer_many(jsonb) is
-  'Defers an array of jobs, each an object with the names of defer''s arguments. Returns the ids in input'
-    ' order. Defers all jobs or none.';
+  'Defers an array of jobs, each an object with the names of defer''s arguments; options may also stand'
+    ' beside them: {"task": "t", "delay": "5 minutes"}. Returns the ids in input order. Defers all jobs or'
+    ' none.';
 
 -- defer with any arguments. The first statement is for a task that has only a queue and a priority, its own
 -- or the call's, or is not registered.

@@ -16,7 +16,8 @@ begin
   {{installed}}
   perform queue._check_name('name', open_group.name);
   perform queue._check_size('callbacks', v_callbacks);
-  perform queue._check_callback(e.key, e.value) from jsonb_each(v_callbacks) e where e.value <> 'null';
+  select coalesce(jsonb_object_agg(e.key, queue._check_callback(e.key, e.value)), '{}') into v_callbacks
+  from jsonb_each(v_callbacks) e where e.value <> 'null';
   insert into queue.job_group (name, callbacks) values (open_group.name, v_callbacks)
   on conflict on constraint job_group_name_key do nothing
   returning no into v_no;
@@ -72,23 +73,26 @@ comment on function queue.close_group(text) is
     ' group, which waits for these transactions. Returns false if the group was closed before. The call only'
     ' appends, as defer does, so it may be part of any transaction; it takes effect at the commit.';
 
+-- Returns the callback with all options in `options`.
 -- Raises: 22023 if it is not a job that a group can defer.
 create or replace function queue._check_callback(p_what text, p_callback jsonb)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_callback constant jsonb := queue._nested(p_what, p_callback, array['task', 'args', 'queue', 'priority',
+    'lock', 'concurrency_key', 'concurrency_limit']);
 begin
-  perform queue._check_keys(p_what, p_callback, array['task', 'args', 'queue', 'priority', 'lock',
-    'concurrency_key', 'concurrency_limit', 'options']);
-  perform queue._check_types(p_what, p_callback);
-  if jsonb_typeof(p_callback -> 'options') = 'object'
-    and p_callback -> 'options' ?| '{idempotency_key,unique_for,group}' then
+  perform queue._check_types(p_what, v_callback);
+  if jsonb_typeof(v_callback -> 'options') = 'object'
+    and v_callback -> 'options' ?| '{idempotency_key,unique_for,group}' then
     perform queue._invalid('a callback has an option that is not for it',
       'Leave out idempotency_key, unique_for and group: a callback is deferred once, by its group.');
   end if;
   -- whatever defer refuses is refused now
   begin
-    perform queue._defer_callback(p_callback);
+    perform queue._defer_callback(v_callback);
     {{roll_back}}
   end;
+  return v_callback;
 end $$;
 
 -- Defers the job of a callback. It takes no queueing lock and no idempotency key, for which it might have to

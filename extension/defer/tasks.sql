@@ -7,7 +7,7 @@ create or replace function queue.register_task(name text, defaults jsonb default
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
-  v_defaults jsonb := coalesce(defaults, '{}');
+  v_defaults jsonb := queue._flat('defaults', coalesce(defaults, '{}'));
   v_before jsonb;
   v_options jsonb;
   v_keys text[];

@@ -14,23 +14,8 @@ declare
   v_row jsonb;
 begin
   {{installed}}
-  if tg_level <> 'ROW' then
-    perform queue._invalid('defer_trigger is for row triggers', 'Create the trigger FOR EACH ROW.',
-      'trigger: ' || tg_name);
-  elsif tg_nargs not between 1 and 2 then
-    perform queue._invalid('defer_trigger takes a task and, optionally, defer''s keys',
-      'EXECUTE FUNCTION queue.defer_trigger(''task'', ''{"queue": "..."}'').', 'trigger: ' || tg_name);
-  elsif tg_nargs = 2 then
-    begin
-      v_keys := tg_argv[1]::jsonb;
-    exception when invalid_text_representation then
-      perform queue._invalid('defer_trigger''s second argument is not JSON',
-        'Pass an object of defer''s keys.', 'trigger: ' || tg_name);
-    end;
-    perform queue._check_keys('defer_trigger''s second argument', v_keys,
-      array['queue', 'priority', 'lock', 'queueing_lock',
-      'scheduled_at', 'deadline', 'needs', 'concurrency_key', 'concurrency_limit', 'options']);
-    perform queue._check_types('defer_trigger''s second argument', v_keys);
+  if tg_level <> 'ROW' or tg_nargs <> 1 then
+    v_keys := queue._trigger_keys(tg_name, tg_level = 'ROW', tg_argv);
   end if;
   -- PostgreSQL computes virtual columns never for a trigger, and stored ones only after BEFORE triggers
   select bool_or(a.atttypid >= 16384) as has_own_types, array_agg(a.attname::text) filter
@@ -55,6 +40,33 @@ comment on function queue.defer_trigger() is
   'Row trigger that defers a job: defer_trigger(task [, defer''s keys as JSON]). The args are the NEW'
     ' row, or the OLD row on DELETE, without generated columns that PostgreSQL has not computed: virtual'
     ' ones, and in a BEFORE trigger stored ones.';
+
+-- Returns the keys of defer, besides task and args, that a trigger has been given.
+-- Raises: 22023.
+create or replace function queue._trigger_keys(p_trigger text, p_is_row boolean, p_args text[])
+returns jsonb language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_keys jsonb := '{}'::jsonb;
+begin
+  if not p_is_row then
+    perform queue._invalid('defer_trigger is for row triggers', 'Create the trigger FOR EACH ROW.',
+      'trigger: ' || p_trigger);
+  elsif coalesce(cardinality(p_args), 0) not between 1 and 2 then
+    perform queue._invalid('defer_trigger takes a task and, optionally, defer''s keys',
+      'EXECUTE FUNCTION queue.defer_trigger(''task'', ''{"queue": "..."}'').', 'trigger: ' || p_trigger);
+  elsif cardinality(p_args) = 2 then
+    begin
+      v_keys := p_args[array_upper(p_args, 1)]::jsonb;
+    exception when invalid_text_representation then
+      perform queue._invalid('defer_trigger''s second argument is not JSON',
+        'Pass an object of defer''s keys.', 'trigger: ' || p_trigger);
+    end;
+    v_keys := queue._nested('defer_trigger''s second argument', v_keys,
+      array_remove(array_remove({{job_keys}}, 'task'), 'args'));
+    perform queue._check_types('defer_trigger''s second argument', v_keys);
+  end if;
+  return v_keys;
+end $$;
 
 -- to_jsonb calls a type's cast to json with the rights of the queue's owner. So the cast must belong to a
 -- superuser or the owner.

@@ -80,12 +80,10 @@ begin
   end loop;
   if v_before > v_ids[cardinality(v_ids)]
     or cardinality(v_ids) = v_n and queue._candidates(search.state, v_before, 1) <> '{}' then
-    return query
-      select null::bigint, null::text, null::text, null::text, null::text, null::integer, null::integer,
-        null::timestamptz, null::timestamptz, null::timestamptz, null::timestamptz, null::text, null::text,
-        null::integer,
-        format('stopped at %s %s, %s bytes; continue with before => %s', v_found,
-          case v_found when 1 then 'job' else 'jobs' end, v_looked, v_before), v_before;
+    excerpt := format('stopped at %s %s, %s bytes; continue with before => %s', v_found,
+      case v_found when 1 then 'job' else 'jobs' end, v_looked, v_before);
+    next_id := v_before;
+    return next;
   end if;
 end $$;
 comment on function queue.search(text, text, text, bigint, text, text, bigint, integer) is

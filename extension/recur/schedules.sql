@@ -210,6 +210,7 @@ begin
   if p_options is null or jsonb_typeof(p_options) = 'null' then
     return v_options;
   end if;
+  p_options := queue._flat('options', p_options);
   perform queue._check_keys('options', p_options, queue._schedule_keys() || v_names || queue._option_keys());
   select coalesce(jsonb_object_agg(e.key, e.value), '{}') into v_options
   from jsonb_each(p_options) e where e.value <> 'null' or e.key = 'max_progress';

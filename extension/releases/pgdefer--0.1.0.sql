@@ -3538,8 +3538,8 @@ begin
     from (values
       ('{producer}'::text[], true, '{defer, defer_chain, defer_group, defer_many, defer_trigger}'::text[]),
       ('{producer}', true, '{
-        shard_defer, shard_defer_many, shard_key, _shard_check_groups, _shard_check_needs, _shard_enter,
-        _shard_invalid, _shard_note, _shard_tagged}'),
+        shard_defer, shard_defer_many, shard_key, _shard_check_needs, _shard_enter, _shard_invalid,
+        _shard_nested_jobs, _shard_note, _shard_tagged}'),
       ('{producer,worker,operator,reader}', true, '{
         shard_find, shard_map, shard_of, shard_stopped, shard_under_way}'),
       ('{producer,worker}', true, '{await_result}'),
@@ -4373,6 +4373,54 @@ begin
   return replace(replace(p_text, '{', '{{'), '}', '}}');
 end $$;
 
+-- defer/nested.sql
+-- Jobs as JSON, whose options may stand beside their other keys or in `options`.
+-- Tests: defer/defer.sql, defer/tasks.sql.
+
+-- Returns an object with its options beside its other keys.
+-- Raises: 22023 for an unknown option, and for one that is given twice.
+create or replace function queue._flat(what text, object jsonb)
+returns jsonb language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_options jsonb := nullif(object -> 'options', 'null');
+  v_key text;
+begin
+  if jsonb_typeof(object) <> 'object' or not object ? 'options' then
+    return object;
+  end if;
+  perform queue._check_keys('options', v_options, queue._option_keys());
+  select k into v_key from jsonb_object_keys(v_options) k where object ? k limit 1;
+  if found then
+    perform queue._invalid(format('%s has an option twice', what),
+      'Give it beside the other keys or in options, not in both.', 'key: ' || v_key);
+  end if;
+  return object - 'options' || coalesce(v_options, '{}');
+end $$;
+
+-- Returns an object with its options in `options`, and its other keys, which must be in `known`.
+-- Raises: 22023 if it is not an object, for an unknown key, and for an option that is given twice.
+create or replace function queue._nested(what text, object jsonb, known text[])
+returns jsonb language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_flat constant jsonb := queue._flat(what, object);
+begin
+  perform queue._check_keys(what, v_flat, known || queue._option_keys());
+  if v_flat - known = '{}' then
+    return v_flat;
+  end if;
+  return v_flat - queue._option_keys() || jsonb_build_object('options', v_flat - known);
+end $$;
+
+-- Returns jobs, as defer_many takes them, with all options in `options`.
+-- Raises: 22023.
+create or replace function queue._nested_jobs(p_jobs jsonb)
+returns jsonb language plpgsql immutable parallel safe security invoker as $$
+begin
+  return (
+    select coalesce(jsonb_agg(queue._nested('a job', e.job, array['task', 'args', 'queue', 'priority', 'lock', 'queueing_lock', 'scheduled_at', 'deadline', 'needs', 'concurrency_key', 'concurrency_limit']) order by e.n), '[]')
+    from jsonb_array_elements(p_jobs) with ordinality e (job, n));
+end $$;
+
 -- defer/tasks.sql
 -- Tasks: names with defaults. Registration is optional: it only fills arguments that a call leaves NULL.
 
@@ -4383,7 +4431,7 @@ create or replace function queue.register_task(name text, defaults jsonb default
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
-  v_defaults jsonb := coalesce(defaults, '{}');
+  v_defaults jsonb := queue._flat('defaults', coalesce(defaults, '{}'));
   v_before jsonb;
   v_options jsonb;
   v_keys text[];
@@ -5200,6 +5248,7 @@ create or replace function queue.defer_many(jobs jsonb)
 returns setof bigint language plpgsql volatile parallel unsafe security definer rows 1000
 set search_path = pg_catalog, pg_temp as $$
 declare
+  v_jobs jsonb;
   v_job jsonb;
 begin
   if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
@@ -5238,19 +5287,18 @@ begin
         returning id)
       select a.id from appended a;
   else
-    perform queue._reserve_idempotency_keys(defer_many.jobs);
-    for v_job in select jsonb_array_elements(defer_many.jobs) loop
-      perform queue._check_keys('a job', v_job,
-        array['task', 'args', 'queue', 'priority', 'lock', 'queueing_lock', 'scheduled_at',
-        'deadline', 'needs', 'concurrency_key', 'concurrency_limit', 'options']);
+    v_jobs := queue._nested_jobs(defer_many.jobs);
+    perform queue._reserve_idempotency_keys(v_jobs);
+    for v_job in select jsonb_array_elements(v_jobs) loop
       return next queue._defer_json(v_job);
     end loop;
   end if;
   perform queue._announce();
 end $$;
 comment on function queue.defer_many(jsonb) is
-  'Defers an array of jobs, each an object with the names of defer''s arguments. Returns the ids in input'
-    ' order. Defers all jobs or none.';
+  'Defers an array of jobs, each an object with the names of defer''s arguments; options may also stand'
+    ' beside them: {"task": "t", "delay": "5 minutes"}. Returns the ids in input order. Defers all jobs or'
+    ' none.';
 
 -- defer with any arguments. The first statement is for a task that has only a queue and a priority, its own
 -- or the call's, or is not registered.
@@ -5312,7 +5360,8 @@ begin
   if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
   perform queue._check_name('name', open_group.name);
   perform queue._check_size('callbacks', v_callbacks);
-  perform queue._check_callback(e.key, e.value) from jsonb_each(v_callbacks) e where e.value <> 'null';
+  select coalesce(jsonb_object_agg(e.key, queue._check_callback(e.key, e.value)), '{}') into v_callbacks
+  from jsonb_each(v_callbacks) e where e.value <> 'null';
   insert into queue.job_group (name, callbacks) values (open_group.name, v_callbacks)
   on conflict on constraint job_group_name_key do nothing
   returning no into v_no;
@@ -5368,23 +5417,26 @@ comment on function queue.close_group(text) is
     ' group, which waits for these transactions. Returns false if the group was closed before. The call only'
     ' appends, as defer does, so it may be part of any transaction; it takes effect at the commit.';
 
+-- Returns the callback with all options in `options`.
 -- Raises: 22023 if it is not a job that a group can defer.
 create or replace function queue._check_callback(p_what text, p_callback jsonb)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
+returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_callback constant jsonb := queue._nested(p_what, p_callback, array['task', 'args', 'queue', 'priority',
+    'lock', 'concurrency_key', 'concurrency_limit']);
 begin
-  perform queue._check_keys(p_what, p_callback, array['task', 'args', 'queue', 'priority', 'lock',
-    'concurrency_key', 'concurrency_limit', 'options']);
-  perform queue._check_types(p_what, p_callback);
-  if jsonb_typeof(p_callback -> 'options') = 'object'
-    and p_callback -> 'options' ?| '{idempotency_key,unique_for,group}' then
+  perform queue._check_types(p_what, v_callback);
+  if jsonb_typeof(v_callback -> 'options') = 'object'
+    and v_callback -> 'options' ?| '{idempotency_key,unique_for,group}' then
     perform queue._invalid('a callback has an option that is not for it',
       'Leave out idempotency_key, unique_for and group: a callback is deferred once, by its group.');
   end if;
   -- whatever defer refuses is refused now
   begin
-    perform queue._defer_callback(p_callback);
+    perform queue._defer_callback(v_callback);
     raise exception using errcode = 'P0999', message = 'rolled back', hint = 'It never reaches the caller.'; exception when sqlstate 'P0999' then null;
   end;
+  return v_callback;
 end $$;
 
 -- Defers the job of a callback. It takes no queueing lock and no idempotency key, for which it might have to
@@ -5426,23 +5478,8 @@ declare
   v_row jsonb;
 begin
   if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
-  if tg_level <> 'ROW' then
-    perform queue._invalid('defer_trigger is for row triggers', 'Create the trigger FOR EACH ROW.',
-      'trigger: ' || tg_name);
-  elsif tg_nargs not between 1 and 2 then
-    perform queue._invalid('defer_trigger takes a task and, optionally, defer''s keys',
-      'EXECUTE FUNCTION queue.defer_trigger(''task'', ''{"queue": "..."}'').', 'trigger: ' || tg_name);
-  elsif tg_nargs = 2 then
-    begin
-      v_keys := tg_argv[1]::jsonb;
-    exception when invalid_text_representation then
-      perform queue._invalid('defer_trigger''s second argument is not JSON',
-        'Pass an object of defer''s keys.', 'trigger: ' || tg_name);
-    end;
-    perform queue._check_keys('defer_trigger''s second argument', v_keys,
-      array['queue', 'priority', 'lock', 'queueing_lock',
-      'scheduled_at', 'deadline', 'needs', 'concurrency_key', 'concurrency_limit', 'options']);
-    perform queue._check_types('defer_trigger''s second argument', v_keys);
+  if tg_level <> 'ROW' or tg_nargs <> 1 then
+    v_keys := queue._trigger_keys(tg_name, tg_level = 'ROW', tg_argv);
   end if;
   -- PostgreSQL computes virtual columns never for a trigger, and stored ones only after BEFORE triggers
   select bool_or(a.atttypid >= 16384) as has_own_types, array_agg(a.attname::text) filter
@@ -5467,6 +5504,33 @@ comment on function queue.defer_trigger() is
   'Row trigger that defers a job: defer_trigger(task [, defer''s keys as JSON]). The args are the NEW'
     ' row, or the OLD row on DELETE, without generated columns that PostgreSQL has not computed: virtual'
     ' ones, and in a BEFORE trigger stored ones.';
+
+-- Returns the keys of defer, besides task and args, that a trigger has been given.
+-- Raises: 22023.
+create or replace function queue._trigger_keys(p_trigger text, p_is_row boolean, p_args text[])
+returns jsonb language plpgsql immutable parallel safe security invoker as $$
+declare
+  v_keys jsonb := '{}'::jsonb;
+begin
+  if not p_is_row then
+    perform queue._invalid('defer_trigger is for row triggers', 'Create the trigger FOR EACH ROW.',
+      'trigger: ' || p_trigger);
+  elsif coalesce(cardinality(p_args), 0) not between 1 and 2 then
+    perform queue._invalid('defer_trigger takes a task and, optionally, defer''s keys',
+      'EXECUTE FUNCTION queue.defer_trigger(''task'', ''{"queue": "..."}'').', 'trigger: ' || p_trigger);
+  elsif cardinality(p_args) = 2 then
+    begin
+      v_keys := p_args[array_upper(p_args, 1)]::jsonb;
+    exception when invalid_text_representation then
+      perform queue._invalid('defer_trigger''s second argument is not JSON',
+        'Pass an object of defer''s keys.', 'trigger: ' || p_trigger);
+    end;
+    v_keys := queue._nested('defer_trigger''s second argument', v_keys,
+      array_remove(array_remove(array['task', 'args', 'queue', 'priority', 'lock', 'queueing_lock', 'scheduled_at', 'deadline', 'needs', 'concurrency_key', 'concurrency_limit'], 'task'), 'args'));
+    perform queue._check_types('defer_trigger''s second argument', v_keys);
+  end if;
+  return v_keys;
+end $$;
 
 -- to_jsonb calls a type's cast to json with the rights of the queue's owner. So the cast must belong to a
 -- superuser or the owner.
@@ -6715,6 +6779,7 @@ begin
   if p_options is null or jsonb_typeof(p_options) = 'null' then
     return v_options;
   end if;
+  p_options := queue._flat('options', p_options);
   perform queue._check_keys('options', p_options, queue._schedule_keys() || v_names || queue._option_keys());
   select coalesce(jsonb_object_agg(e.key, e.value), '{}') into v_options
   from jsonb_each(p_options) e where e.value <> 'null' or e.key = 'max_progress';
@@ -21825,12 +21890,10 @@ begin
   end loop;
   if v_before > v_ids[cardinality(v_ids)]
     or cardinality(v_ids) = v_n and queue._candidates(search.state, v_before, 1) <> '{}' then
-    return query
-      select null::bigint, null::text, null::text, null::text, null::text, null::integer, null::integer,
-        null::timestamptz, null::timestamptz, null::timestamptz, null::timestamptz, null::text, null::text,
-        null::integer,
-        format('stopped at %s %s, %s bytes; continue with before => %s', v_found,
-          case v_found when 1 then 'job' else 'jobs' end, v_looked, v_before), v_before;
+    excerpt := format('stopped at %s %s, %s bytes; continue with before => %s', v_found,
+      case v_found when 1 then 'job' else 'jobs' end, v_looked, v_before);
+    next_id := v_before;
+    return next;
   end if;
 end $$;
 comment on function queue.search(text, text, text, bigint, text, text, bigint, integer) is

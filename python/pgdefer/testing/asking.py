@@ -14,7 +14,7 @@ from pgdefer.app import App
 from pgdefer.database import sql
 from pgdefer.database.callers import Rows
 from pgdefer.database.sql import Statement
-from pgdefer.options import ENDED, JobOptions, interval_text
+from pgdefer.options import ENDED, interval_text
 from pgdefer.tasks.parameters import SCHEDULED_FOR
 from pgdefer.testing.assertions import Assertions, checked_app
 from pgdefer.testing.jobs import DeferredJob, deferred_job
@@ -119,7 +119,7 @@ class AskingQueue(Assertions[DeferredJob]):
         for run_at, deadline, schedule in sorted(runs, key=lambda run: (run[0], run[2].name)):
             args = json.loads(schedule.args) | {SCHEDULED_FOR: run_at.isoformat()}
             rest = {k: v for k, v in schedule.options.items() if k not in _OF_SCHEDULES}
-            job = {"task": schedule.task, "args": args, **_nested(rest)}
+            job = {"task": schedule.task, "args": args, **rest}
             if deadline is not None:
                 job["deadline"] = deadline
             rows = await self._call(sql.DEFER_MANY, {"jobs": json.dumps([job])})
@@ -140,9 +140,3 @@ def _length(duration: Mapping[str, float]) -> dt.timedelta:
             f"not travel({given})"
         )
     return length
-
-
-def _nested(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options as queue.defer_many takes them."""
-    job = JobOptions.of(options)
-    return {**job.arguments, **({"options": job.options} if job.options else {})}

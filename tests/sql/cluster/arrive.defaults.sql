@@ -1,7 +1,7 @@
 -- Defaults of the target's tasks: they do not apply again to jobs that arrive, which have had those of the source
 -- (extension/cluster/arrive.sql). A default group is refused as any other. This database is shard a; b exists by name only.
 
-select plan(10);
+select plan(11);
 
 select 'key ' || n as key, queue._shard_part_of('key ' || n) as part from generate_series(1, 20000) n where queue.shard_of('key ' || n) = 700 limit 1 \gset
 select queue.register_task('other', '{"delay": "1 day", "deadline": "1 day", "unique_until": "finish", "lock_mode": "mutex", "needs_mode": "any", "on_need_failure": "proceed", "on_limit": "discard", "group": "g", "held": true, "lock": "l", "queueing_lock": "q", "concurrency_key": "k", "concurrency_limit": 1}');
@@ -26,6 +26,7 @@ select 'key ' || n as mine from generate_series(1, 20000) n where queue.shard_of
 select throws_ok(format($$select queue.shard_defer(%L, 'other')$$, :'mine'), '22023', 'a group has no shard key', 'a default group is refused');
 select throws_ok(format($$select queue.shard_defer(%L, 'other', '{}', '{"options": {"group": null}}')$$, :'mine'), '22023', 'a group has no shard key', 'also beside null, which means the default');
 select throws_ok(format($$select queue.shard_defer(%L, 'any', '{}', '{"options": {"group": "g"}}')$$, :'mine'), '22023', 'a group has no shard key', 'one of its own is');
+select throws_ok(format($$select queue.shard_defer(%L, 'any', '{}', '{"group": "g"}')$$, :'mine'), '22023', 'a group has no shard key', 'beside the other keys too');
 select lives_ok(format($$select queue.shard_defer(%L, 'other', '{}', '{"options": {"group": ""}}')$$, :'mine'), 'not the empty text, which means none');
 select is((select string_agg(j.options ->> 'group', ' ') from queue.job j), null, 'no job is in the group');
 

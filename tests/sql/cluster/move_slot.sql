@@ -1,7 +1,7 @@
 -- Shards: who accepts which key, and the steps of a move, each alone (extension/cluster/). This database is
 -- shard a, with slots 0 to 511; b exists by name only.
 
-select plan(89);
+select plan(90);
 
 create temp table k as
   select 'key ' || n as key, queue.shard_of('key ' || n) as slot, queue._shard_part_of('key ' || n) as part from generate_series(1, 20000) n;
@@ -41,9 +41,10 @@ select results_eq($$select call, args from queue.audit order by at, call$$,
 select is(queue.shard_key('{"lock": "l", "options": {"share": "s"}}'), 'l', 'the lock is the key');
 select is(queue.shard_key('{"options": {"share": "s", "headers": {"tenant": "t"}}}'), 's', 'else the share');
 select is(queue.shard_key('{"options": {"headers": {"tenant": "t"}}}'), 't', 'else the tenant');
+select is(queue.shard_key('{"share": "s"}') || queue.shard_key('{"headers": {"tenant": "t"}}'), 'st', 'also beside the other keys');
 select is(array(select test.refusal(format('select queue.shard_key(%L)', j))
-            from unnest('{null,5,"{}","{\"lock\": \"a {b}\"}","{\"lock\": \"a}}\"}","{\"lock\": \"{{a\"}","{\"options\": 5}","{\"options\": {\"headers\": []}}"}'::jsonb[]) j),
-          '{22023,22023,22023,22023,22023,22023,22023,22023}', 'jobs without one are refused');
+            from unnest('{null,5,"{}","{\"lock\": \"a {b}\"}","{\"lock\": \"a}}\"}","{\"lock\": \"{{a\"}","{\"options\": 5}","{\"options\": {\"headers\": []}}","{\"headers\": []}"}'::jsonb[]) j),
+          '{22023,22023,22023,22023,22023,22023,22023,22023,22023}', 'jobs without one are refused');
 
 -- Deferring
 select lives_ok(format($$select queue.shard_defer(%L, 'work', '{"n": 1}', '{"lock": "l"}')$$, pg_temp.key_of(5)), 'a shard accepts its keys');

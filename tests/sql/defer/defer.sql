@@ -1,6 +1,6 @@
 -- Deferring: every argument of defer, defer_many, defer_trigger, and refusals. Defaults: defer/tasks.sql.
 
-select plan(301);
+select plan(308);
 
 create function pg_temp.shown(id bigint, variadic columns text[]) returns text language plpgsql as $$
 declare
@@ -168,6 +168,10 @@ select is(pg_temp.shown((select d from queue.defer_many(format('[{"task": "t", "
             "deadline": "2999-01-02Z", "needs": [%s], "concurrency_key": "k", "concurrency_limit": 2, "options": {"description": "d"}}]', :id)::jsonb) d),
           'args', 'queue', 'priority', 'lock', 'queueing_lock', 'scheduled_at = ''2999-01-01Z''', 'deadline = ''2999-01-02Z''', 'concurrency_key', 'description', 'needs is null'),
           '("{""a"": 1}",q,1,1,"many 1",t,t,k,d,f)', 'every key');
+select results_eq($$select pg_temp.shown(d, 'queue', 'state', 'description', 'headers', 'lock') from queue.defer_many('[{"task": "t", "queue": "q", "held": true, "description": "d", "headers": {"a": 1}, "lock": "flat"},
+            {"task": "t", "queue": "q", "options": {"held": true, "headers": {"a": 1}}, "description": "d", "lock": "flat"}, {"task": "t", "queue": "q", "description": "d", "headers": {"a": 1}, "held": true, "lock": "flat", "options": null}]') d$$,
+          $$select '(q,held,d,"{""a"": 1}",flat)' from generate_series(1, 3)$$, 'options beside the other keys');
+select is((select count(distinct d)::integer from queue.defer_many('[{"task": "flat", "idempotency_key": "f"}, {"task": "flat", "options": {"idempotency_key": "f"}}]') d), 1, 'an idempotency key among them');
 
 -- defer_trigger
 create table public.account (id integer, name text, at timestamptz);
@@ -201,6 +205,10 @@ insert into public.account values (6, 'e', null), (6, 'e', null);
 select is((select count(*) from queue.jobs j where j.task = 'inserted too'), 1::bigint, 'queueing locks in triggers');
 select is((select count(*) from public.account a where a.id = 6), 2::bigint, 'leave the rows');
 drop trigger on_insert on public.account;
+create trigger flat after insert on public.account for each row execute function queue.defer_trigger('flat row', '{"delay": "1 hour", "lock": "{id}"}');
+insert into public.account values (7, 'f', null);
+select is(pg_temp.deferred('flat row'), '(7,f,default,7,0,scheduled)', 'options beside the other keys of a trigger');
+drop trigger flat on public.account;
 drop trigger on_insert_2 on public.account;
 
 -- Generated columns. Before 18 all are stored.
@@ -229,7 +237,7 @@ begin
 end $$;
 select is(pg_temp.refused_trigger(level, arguments), '22023', 'a trigger for each ' || level || ' with ' || arguments)
 from (values ('statement', '''t'''), ('row', ''), ('row', '''t'', ''{}'', ''x'''), ('row', ''''''), ('row', '''t'', ''{'''), ('row', '''t'', ''[]'''), ('row', '''t'', ''null'''),
-             ('row', '''t'', ''{"args": {}}'''), ('row', '''t'', ''{"task": "x"}'''), ('row', '''t'', ''{"priority": "x"}'''), ('row', '''t'', ''{"queue": "x*"}''')) v (level, arguments);
+             ('row', '''t'', ''{"delay": 1, "options": {"delay": 1}}'''), ('row', '''t'', ''{"args": {}}'''), ('row', '''t'', ''{"task": "x"}'''), ('row', '''t'', ''{"priority": "x"}'''), ('row', '''t'', ''{"queue": "x*"}''')) v (level, arguments);
 
 -- Refusals
 create temp table before as select (select count(*) from queue.job) as jobs, (select count(*) from queue.queueing_lock) as locks, (select count(*) from queue.pending_settlement) as handovers;
@@ -266,6 +274,10 @@ create temp table bad as select v.call from (values
   ($$select queue.defer('t', concurrency_key => '{missing}', concurrency_limit => 1)$$),
   ($$select queue.defer('t', concurrency_key => repeat('x', 1001), concurrency_limit => 1)$$),
   ($$select queue.defer('t', options => '[]')$$),
+  ($$select queue.defer_many('[{"task": "t", "delay": 1, "options": {"delay": 1}}]')$$),
+  ($$select queue.defer_many('[{"task": "t", "delay": 1, "options": []}]')$$),
+  ($$select queue.defer_many('[{"task": "t", "delay": 1, "dealy": 1}]')$$),
+  ($$select queue.defer_many('[{"task": "t", "delay": "soon"}]')$$),
   ($$select queue.defer('t', options => '1')$$),
   ($$select queue.defer('t', options => '{"unknown": 1}')$$),
   ($$select queue.defer('t', options => '{"queue": "q"}')$$),
@@ -321,7 +333,6 @@ create temp table bad as select v.call from (values
   ($$select queue.defer_many('[{"task": ""}]')$$),
   ($$select queue.defer_many('[{"task": 5}]')$$),
   ($$select queue.defer_many('[{"task": "t", "unknown": 1}]')$$),
-  ($$select queue.defer_many('[{"task": "t", "delay": 1}]')$$),
   ($$select queue.defer_many('[{"task": "t", "args": []}]')$$),
   ($$select queue.defer_many('[{"task": "t", "args": "x"}]')$$),
   ($$select queue.defer_many('[{"task": "t", "queue": "a*"}]')$$),

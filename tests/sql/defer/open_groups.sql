@@ -1,6 +1,6 @@
 -- Opening and closing groups, and joining them.
 
-select plan(38);
+select plan(40);
 
 create function pg_temp.refusal(call text) returns text language plpgsql as $$
 declare
@@ -16,7 +16,7 @@ end $$;
 -- Opening
 select ok(queue.open_group('g'), 'a group is opened');
 select ok(not queue.open_group('g', '{"task": "t"}'), 'opened again, it is the same');
-select is((select callbacks from queue.job_group), '{"on_end": null, "on_success": null, "on_failure": null}', 'with its first callbacks');
+select is((select callbacks from queue.job_group), '{}', 'with its first callbacks, which were none');
 select ok(queue.open_group(repeat('g', 1000)), 'a name has up to 1,000 bytes');
 select is(pg_temp.refusal($$select queue.open_group(repeat('g', 1001))$$), '22023 name is too long', 'and no more');
 select is(pg_temp.refusal($$select queue.open_group('')$$), '22023 name is missing', 'nor none');
@@ -39,6 +39,9 @@ select is(pg_temp.refusal($$select queue.open_group('x', '{"task": "t", "args": 
 select is(pg_temp.refusal($$select queue.open_group('x', '{"task": "t", "lock": "{a}"}')$$), '22023 lock names a field that args do not fill', 'which fill every field');
 select is(pg_temp.refusal($$select queue.open_group('x', '{"task": "t", "priority": 1e9999}')$$), '22023 on_end has a value of a wrong type', 'numbers are bounded');
 select is(pg_temp.refusal($$select queue.open_group('x', jsonb_build_object('task', 't', 'args', jsonb_build_object('a', repeat('x', 20000000))))$$), '22023 the JSON of callbacks is too large', 'and so is their size');
+select is(pg_temp.refusal($$select queue.open_group('x', '{"task": "t", "idempotency_key": "k"}')$$), '22023 a callback has an option that is not for it', 'options beside the other keys are checked too');
+select queue.open_group('flat', '{"task": "t", "delay": "1 hour"}') \g /dev/null
+select is((select callbacks from queue.job_group where name = 'flat'), '{"on_end": {"task": "t", "options": {"delay": "1 hour"}}}', 'and kept as options');
 select ok(queue.open_group('all', '{"task": "t", "args": {"a": 1}, "queue": "q", "priority": 2, "lock": "{a}", "concurrency_key": "{a}", "concurrency_limit": 1, "options": {"delay": "1 min"}}', 'null'), 'all else is accepted');
 select is((select count(*) from queue.jobs), 0::bigint, 'no job has been deferred');
 

@@ -1,10 +1,15 @@
 -- Tasks: registered defaults, and refusals.
 
-select plan(86);
+select plan(89);
 
 select lives_ok($$select queue.register_task('plain')$$, 'a task without defaults');
 select lives_ok($$select queue.register_task('plain', null)$$, 'NULL for no defaults');
 select is((select t.defaults from queue.tasks t where t.name = 'plain'), '{}', 'is shown with none');
+
+select queue.register_task('nested', '{"queue": "q", "options": {"timeout": "5 s"}, "lock_mode": "mutex"}') \g /dev/null
+select is((select t.defaults from queue.tasks t where t.name = 'nested'), '{"queue": "q", "timeout": "5 s", "lock_mode": "mutex"}', 'options may stand apart');
+select is(test.refusal($$select queue.register_task('nested', '{"timeout": 1, "options": {"timeout": 1}}')$$), '22023', 'but not twice');
+select is(test.refusal($$select queue.register_task('nested', '{"options": {"queue": "q"}}')$$), '22023', 'and only options');
 
 -- Every default replaces NULL, and only NULL.
 select queue.register_task('full', '{

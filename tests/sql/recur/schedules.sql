@@ -1,6 +1,6 @@
 -- Recurring runs: their jobs, changes, refusals, history, access.
 
-select plan(93);
+select plan(94);
 
 \ir schedules.helpers.psql
 
@@ -71,6 +71,9 @@ select results_eq($$select j.lock collate "default", j.queueing_lock collate "de
   $$select 'task:x'::text, 'q:' || queue._rfc3339(last_run, 'UTC'), 'k:x'::text, last_run + interval '2 hours', 'd'::text, '{"h": 1}'::jsonb from clock$$,
   'every option of defer reaches the job; the deadline counts from the run');
 select pg_temp.work() \g /dev/null
+select queue.schedule('nested', '@daily', 'e', options => '{"options": {"timeout": "5 s"}, "lock": "l"}') \g /dev/null
+select is((select s.options from queue.schedules s where s.name = 'nested'), '{"lock": "l", "timeout": "5 s"}', 'options may stand apart');
+select queue.unschedule('nested') \g /dev/null
 select queue.schedule('held', :'hourly', 'held', options => '{"held": true, "delay": "1 hour"}') \g /dev/null
 select pg_temp.outage('held', '30 min') \g /dev/null
 select queue.tick() \g /dev/null
