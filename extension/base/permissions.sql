@@ -264,7 +264,8 @@ begin
   return query
     select unnest(g.names), g.kinds, g.is_for_some
     from (values
-      ('{producer}'::text[], true, '{defer, defer_chain, defer_group, defer_many, defer_trigger}'::text[]),
+      ('{producer}'::text[], true, '{
+        check_triggers, defer, defer_chain, defer_group, defer_many, defer_trigger}'::text[]),
       ('{producer}', true, '{
         shard_defer, shard_defer_many, shard_key, _shard_check_needs, _shard_enter, _shard_invalid,
         _shard_nested_jobs, _shard_note, _shard_tagged}'),

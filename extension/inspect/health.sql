@@ -2,7 +2,7 @@
 
 create or replace function queue.health()
 returns table (name text, status text, detail text, fix text)
-language plpgsql stable parallel safe security definer rows 20
+language plpgsql stable parallel unsafe security definer rows 20
 set search_path = pg_catalog, pg_temp set jit = off as $$
 begin
   {{installed}}
@@ -16,7 +16,7 @@ comment on function queue.health() is
 -- Each check reads a bounded number of jobs, but all workers, lanes and schedules.
 create or replace function queue._health(p_now timestamptz)
 returns table (name text, status text, detail text, fix text)
-language plpgsql stable parallel safe security invoker rows 20 as $$
+language plpgsql stable parallel unsafe security invoker rows 20 as $$
 begin
   return query
     select h.name, h.status, h.detail, h.fix from queue._health_of_version() h
@@ -34,6 +34,8 @@ begin
     select h.name, h.status, h.detail, h.fix from queue._health_of_sessions(p_now) h
     union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_tables(p_now) h
+    union all
+    select h.name, h.status, h.detail, h.fix from queue._health_of_triggers() h
     union all
     select h.name, h.status, h.detail, h.fix from queue._health_of_server(p_now) h;
 end $$;

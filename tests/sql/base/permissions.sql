@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(179);
+select plan(180);
 
 \ir permissions.helpers.psql
 
@@ -33,6 +33,7 @@ insert into calls values
   ('select queue.defer(''t'', lock => ''l'', queueing_lock => ''q'', needs => array[:other]::bigint[], concurrency_key => ''k'', concurrency_limit => 1, options => ''{"delay": 1}'')', 'p'),
   ('select queue.defer_many(''[{"task": "t"}, {"task": "t", "lock": "l"}]'')', 'p'),
   ('create trigger x after insert on public.thing for each row execute function queue.defer_trigger(''t'')', 'p'),
+  ('select queue.check_triggers()', 'p'),
   ('select * from queue.version()', 'pwor'),
   ('select queue.register_task(''t'', ''{}'')', 'pwo'),
   ('select queue.register_worker(''x'')', 'w'),

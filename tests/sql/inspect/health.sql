@@ -7,7 +7,7 @@ set pgdefer.notify = off;
 
 select is((select array_agg(distinct status) from queue.health() where name <> 'workers'), '{ok}', 'and it is well');
 select results_eq($$select status, detail, fix from queue.health() where name = 'workers'$$, $$values ('warn', '0 alive', 'Start a worker: pgdefer worker -A MODULE')$$, 'but has no worker');
-select is((select count(distinct name)::integer from queue.health()), 17, 'health has a row for each check');
+select is((select count(distinct name)::integer from queue.health()), 18, 'health has a row for each check');
 
 -- Jobs that nobody has admitted
 begin;
