@@ -204,7 +204,8 @@ KINDS = ["threads", "coroutines"]
 
 @pytest.fixture
 def lasting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep spare connections for a minute."""
+    """Keep spare connections for a minute, and wait as long for the end of their sessions."""
+    monkeypatch.setattr(pool, "_MAKING_ROOM", 60.0)
     spare = pool._Spare()
     spare.REST = 60.0
     monkeypatch.setattr(pool, "_SPARE", spare)

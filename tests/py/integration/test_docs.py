@@ -81,8 +81,9 @@ class Reader:
             case "python" if first == "# migrations/env.py":
                 self._configure(rest)
                 return ""
-            case "python":
-                return self._run([sys.executable, "-c", block.text])
+            case "python":  # a reader's machine is not as busy
+                text = block.text.replace("timeout=10)", "timeout=300)")
+                return self._run([sys.executable, "-c", text])
             case "ini":
                 self._merge(block.text)
                 return ""
@@ -208,7 +209,7 @@ def follow(
             if block.language != "text":
                 typed, output = block, reader.type_in(block)
                 continue
-            end = time.monotonic() + 10
+            end = time.monotonic() + 300
             while asks(typed) and normal(output) != normal(block.text) and time.monotonic() < end:
                 output = reader.type_in(typed)
         except AssertionError as error:

@@ -292,6 +292,8 @@ async def test_a_worker_that_is_free_again_in_a_moment_wakes_no_other(
     """That it is busy, it says only if its slots are full for longer: that wakes two others."""
     monkeypatch.setattr(prefetch.Prefetch, "allowed", 10)
     monkeypatch.setattr(worker_module, "SleepListener", CountedSleeps)
+    moment = fetcher.MOMENT
+    monkeypatch.setattr(fetcher, "MOMENT", 3600.0)  # a busy machine makes any moment longer
     blocked = Blocked(app)
     async with running(app, concurrency=2) as worker:
         for _ in range(5):
@@ -301,6 +303,7 @@ async def test_a_worker_that_is_free_again_in_a_moment_wakes_no_other(
             await jobs.end()
             await until(lambda slept=slept: CountedSleeps.slept > slept)
             assert CountedSleeps.woke == woke
+        monkeypatch.setattr(fetcher, "MOMENT", moment)
         blocked.block.defer_many([{}, {}])
         await until(lambda: not worker.listener.holds_sleep_lock)
         blocked.release.set()
