@@ -133,12 +133,19 @@ def lift_time_limits(patch: pytest.MonkeyPatch) -> None:
             patch.setitem(database.SETTINGS, name, "300000")
 
 
+def log_in(
+    client: httpx.Client, role: str, password: str = PASSWORD, root: str = "", **fields: str
+) -> httpx.Response:
+    """Fill in the form of the page below this path, and send it."""
+    form = {"role": role, "password": password, "token": token(client.get(f"{root}/login"))}
+    return client.post(f"{root}/login", data=form | fields)
+
+
 @contextlib.contextmanager
-def logged_in(site: str, role: str, password: str = PASSWORD) -> Iterator[httpx.Client]:
+def logged_in(site: str, role: str) -> Iterator[httpx.Client]:
     """Give a client of a visitor."""
     with visitor(site) as client:
-        form = {"role": role, "password": password, "token": token(client.get("/login"))}
-        answer = client.post("/login", data=form)
+        answer = log_in(client, role)
         assert answer.status_code == 303, answer.text
         yield client
 

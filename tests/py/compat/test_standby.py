@@ -16,7 +16,7 @@ from failover import Connection, Pair, folder_of_servers, refused
 from pgdefer.cli import Exit
 from pgdefer.contrib import web
 from pgdefer.database.embedded import EmbeddedServer
-from web_page import fill, lift_time_limits, server_of_pages, serving, token, visitor
+from web_page import fill, lift_time_limits, log_in, server_of_pages, serving, token, visitor
 from workers import wait_for
 
 pytestmark = pytest.mark.client
@@ -195,8 +195,7 @@ def test_the_page(pair: Pair, ids: dict[str, int], monkeypatch: pytest.MonkeyPat
         serving(web.asgi(dsn, needs_password=False)) as address,
         visitor(address) as client,
     ):
-        form = {"role": "shop_operator", "password": "any", "token": token(client.get("/login"))}
-        assert client.post("/login", data=form).status_code == 303
+        assert log_in(client, "shop_operator").status_code == 303
         for place in places:
             answer = client.get(place)
             assert answer.status_code == 200, place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 from collections.abc import Callable, Iterator
@@ -19,7 +20,18 @@ from bouncer import PROGRAM, bouncing
 from pgdefer.contrib import web
 from pgdefer.contrib.web import queries
 from pgdefer.contrib.web.actions import JOB_ACTIONS
-from web_page import ODD, PASSWORD, fill, location, send, serving, token, visitor
+from web_page import (
+    ODD,
+    PASSWORD,
+    fill,
+    location,
+    log_in,
+    logged_in,
+    send,
+    serving,
+    token,
+    visitor,
+)
 
 pytestmark = pytest.mark.client
 
@@ -27,24 +39,13 @@ Connection = psycopg.Connection[Any]
 PLACES = "/ /jobs /queues /locks /groups /workers /schedules /tasks /audit".split()
 
 
-Login = Callable[..., httpx.Client]
+Login = Callable[[str], httpx.Client]
 
 
 @pytest.fixture
 def login(site: str) -> Iterator[Login]:
-    opened: list[httpx.Client] = []
-
-    def log_in(role: str, password: str = PASSWORD) -> httpx.Client:
-        opened.append(visitor(site))
-        client = opened[-1]
-        form = {"role": role, "password": password, "token": token(client.get("/login"))}
-        answer = client.post("/login", data=form)
-        assert (answer.status_code == 303) == (password == PASSWORD), answer.text
-        return client
-
-    yield log_in
-    for client in opened:
-        client.close()
+    with contextlib.ExitStack() as opened:
+        yield lambda role: opened.enter_context(logged_in(site, role))
 
 
 class Marks(HTMLParser):
@@ -96,8 +97,7 @@ def test_a_login_that_is_refused(site: str, monkeypatch: pytest.MonkeyPatch) -> 
             ("postgres", "the server asks for none"),
             ("", "x"),
         ]:
-            form = {"role": role, "password": password, "token": token(client.get("/login"))}
-            answer = client.post("/login", data=form)
+            answer = log_in(client, role, password)
             assert answer.status_code == 403, role
             assert "session" not in answer.headers.get("set-cookie", "")
             assert "/tmp" not in answer.text
@@ -106,18 +106,14 @@ def test_a_login_that_is_refused(site: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_passwords_cannot_be_guessed(site: str) -> None:
     with visitor(site) as client:
-        seen = []
-        for _ in range(22):
-            form = {"role": "page_reader", "password": "x", "token": token(client.get("/login"))}
-            seen.append(client.post("/login", data=form).status_code)
+        seen = [log_in(client, "page_reader", "x").status_code for _ in range(22)]
         assert seen == [403] * 20 + [429] * 2
 
 
 def test_a_login_leads_to_the_page_that_was_asked_for(site: str) -> None:
     with visitor(site) as client:
         for asked, given in [("/jobs?state=failed", "/jobs?state=failed"), ("//evil.example", "/")]:
-            form = {"role": "page_reader", "password": PASSWORD, "next": asked}
-            answer = client.post("/login", data=form | {"token": token(client.get("/login"))})
+            answer = log_in(client, "page_reader", next=asked)
             assert answer.headers["location"] == given
         cookie = answer.headers["set-cookie"].lower()
         assert "httponly" in cookie
@@ -729,10 +725,8 @@ def test_under_a_path_of_another_application(dsn: str, conn: Connection, granted
         serving(pages, application) as site,
         visitor(site, follow_redirects=True) as client,
     ):
-        answer = client.get("/queue/jobs")
-        assert answer.url.path == "/queue/login"
-        form = {"role": "page_operator", "password": PASSWORD, "token": token(answer)}
-        answer = client.post("/queue/login", data=form | {"next": "/jobs"})
+        assert client.get("/queue/jobs").url.path == "/queue/login"
+        answer = log_in(client, "page_operator", root="/queue", next="/jobs")
         assert answer.url.path == "/queue/jobs"
         for tag, attributes in Marks(answer.text).tags:
             address = attributes.get("href" if tag in ("a", "link") else "src") or "#"
@@ -751,9 +745,7 @@ def test_the_cookies_of_a_page_at_the_root_of_the_host_are_not_taken(
     with serving(pages, application) as site, visitor(site) as client:
         for name in ("pgdefer_session", "pgdefer_login"):
             client.cookies.set(name, "another", path="/")
-        form = {"role": "page_reader", "password": PASSWORD}
-        form["token"] = token(client.get("/queue/login"))
-        assert client.post("/queue/login", data=form).status_code == 303
+        assert log_in(client, "page_reader", root="/queue").status_code == 303
         assert client.get("/queue/jobs").status_code == 200
 
 
@@ -842,8 +834,7 @@ def test_the_server_goes_and_comes(dsn: str, granted: None) -> None:
         port = nobody.getsockname()[1]
     away = f"host=127.0.0.1 port={port} dbname=test user=x"
     with serving(web.asgi(away)) as site, visitor(site) as client:
-        form = {"role": "page_reader", "password": "x", "token": token(client.get("/login"))}
-        answer = client.post("/login", data=form)
+        answer = log_in(client, "page_reader", "x")
         assert answer.status_code == 503
         assert str(port) not in answer.text
     with (

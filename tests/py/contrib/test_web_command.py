@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pgdefer.database.embedded import EmbeddedServer
-from web_page import COMMAND, plain_environment, served, token, visitor
+from web_page import COMMAND, log_in, plain_environment, served, visitor
 
 pytestmark = pytest.mark.client
 
@@ -19,11 +19,10 @@ def environment() -> dict[str, str]:
     return plain_environment()
 
 
-def log_in(address: str) -> str:
+def first_page(address: str) -> str:
     """Log in as the superuser; return the page that comes first."""
     with visitor(address, follow_redirects=True) as client:
-        form = {"role": "postgres", "password": "any", "token": token(client.get("/login"))}
-        answer = client.post("/login", data=form)
+        answer = log_in(client, "postgres")
         while answer.status_code == 503:  # on a busy machine; the page itself would ask again
             answer = client.get("/")
     assert answer.status_code == 200
@@ -34,7 +33,7 @@ def test_it_serves_the_database_of_pgdefer_dsn_and_says_where(
     dsn: str, environment: dict[str, str]
 ) -> None:
     with served(environment | {"PGDEFER_DSN": dsn}) as (address, _):
-        assert "Log out" in log_in(address)
+        assert "Log out" in first_page(address)
         for host, status in {
             "127.0.0.1:8080": 200,
             "localhost:8080": 200,
@@ -59,7 +58,7 @@ def test_it_serves_the_embedded_server_if_nothing_names_another(
         home = Path(name) / "home"
         try:
             with served(environment | {"PGDEFER_HOME": str(home)}) as (address, _):
-                assert "Log out" in log_in(address)
+                assert "Log out" in first_page(address)
         finally:
             EmbeddedServer(home).stop("immediate")
 

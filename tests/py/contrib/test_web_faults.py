@@ -15,7 +15,7 @@ import pytest
 from pgdefer.contrib import web
 from pgdefer.contrib.web import database, figures, pool
 from pgdefer.contrib.web.sessions import REFUSED
-from web_page import PASSWORD, logged_in, send, serving, token, visitor
+from web_page import log_in, logged_in, send, serving, token, visitor
 from workers import wait_for
 
 pytestmark = pytest.mark.client
@@ -89,9 +89,8 @@ def test_requests_without_a_cookie_share_a_connection(
 
 
 def test_the_next_login_of_a_visitor_ends_the_last(client: httpx.Client, conn: Connection) -> None:
-    form = {"role": "page_operator", "password": PASSWORD}
     for _ in range(3):
-        client.post("/login", data=form | {"token": token(client.get("/login"))})
+        log_in(client, "page_operator")
     wait_for(lambda: connections(conn) == 1)
 
 
@@ -117,10 +116,7 @@ def test_the_page_limits_its_connections(
             answers = [threads.submit(client.get, "/jobs/1") for client in clients[:2]]
             waiting = PAGES + " and wait_event_type = 'Lock'"
             wait_for(lambda: conn.execute(waiting).fetchall() == [(2,)], 30)
-            refused = [clients[2].get("/jobs")]
-            form = {"role": "page_reader", "password": PASSWORD}
-            form["token"] = token(clients[2].get("/login"))
-            refused.append(clients[2].post("/login", data=form))
+            refused = [clients[2].get("/jobs"), log_in(clients[2], "page_reader")]
             other.rollback()
             assert [answer.result().status_code for answer in answers] == [404, 404]
         for answer in refused:
@@ -142,11 +138,7 @@ def test_a_full_server_refuses_no_password(
         )
         client.get("/jobs")
         answers = [client.get("/jobs")]
-        for _ in range(REFUSED + 1):
-            form = {"role": "page_operator", "password": PASSWORD}
-            answers.append(
-                client.post("/login", data=form | {"token": token(client.get("/login"))})
-            )
+        answers += [log_in(client, "page_operator") for _ in range(REFUSED + 1)]
     finally:
         conn.execute(f"alter {full} connection limit -1".encode())
     for answer in answers:

@@ -18,7 +18,7 @@ from pgdefer.contrib import web
 from pgdefer.contrib.web.actions import ACTIONS, JOB_ACTIONS
 from pgdefer.contrib.web.views import VIEWS
 from pgdefer.database.embedded import EmbeddedServer
-from web_page import ODD, PASSWORD, ask_for_passwords, location, serving, token
+from web_page import ODD, ask_for_passwords, location, logged_in, serving, token
 
 pytestmark = pytest.mark.client
 
@@ -53,12 +53,7 @@ def client(
     ask_for_passwords(server)
     fill(conn)
     conn.execute("select queue.grant_access('page_shop', 'operator', '{shop*}')")
-    with (
-        serving(web.asgi(location(dsn))) as site,
-        httpx.Client(base_url=site, timeout=300) as client,
-    ):
-        form = {"role": "page_shop", "password": PASSWORD, "token": token(client.get("/login"))}
-        assert client.post("/login", data=form).status_code == 303
+    with serving(web.asgi(location(dsn))) as site, logged_in(site, "page_shop") as client:
         yield client
 
 

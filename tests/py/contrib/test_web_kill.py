@@ -62,7 +62,7 @@ def test_killed_in_the_middle(
     environment = plain_environment() | {"PGDEFER_DSN": dsn}
     with (
         served(environment) as (address, page),
-        logged_in(address, "postgres", "any") as client,
+        logged_in(address, "postgres") as client,
         connect(autocommit=False) as other,
     ):
         form = ask(client, call)
@@ -90,7 +90,7 @@ def test_killed_in_the_middle(
         with visitor(address) as old:
             answer = old.post("/jobs/act", data=form)
             assert answer.headers["location"] == "/login", "its session ended with it"
-        with logged_in(address, "postgres", "any") as client:
+        with logged_in(address, "postgres") as client:
             form = ask(client, call)
             while True:
                 answer = client.post("/jobs/act", data=form)

@@ -28,8 +28,8 @@ from support import create_database
 from web_page import (
     COMMAND,
     ODD,
-    PASSWORD,
     location,
+    log_in,
     plain_environment,
     served,
     serving,
@@ -63,11 +63,6 @@ def both(dsn: str, other: str) -> Iterator[str]:
         yield site
 
 
-def log_in(client: httpx.Client, root: str, role: str) -> httpx.Response:
-    form = {"role": role, "password": PASSWORD, "token": token(client.get(f"{root}/login"))}
-    return client.post(f"{root}/login", data=form)
-
-
 def links(answer: httpx.Response) -> dict[str, str]:
     """Return the links of an index by their texts."""
     found = re.findall(r'<li><a href="([^"]*)">(.*?)</a>', answer.text)
@@ -84,7 +79,7 @@ def test_an_index_leads_to_the_page_of_each_database(both: str) -> None:
         answer = client.get("/db/other")
         assert answer.url.path == "/db/other/login"
         assert "<strong>other</strong>" in answer.text, "whose password it asks for"
-        answer = log_in(client, "/db/other", "page_reader")
+        answer = log_in(client, "page_reader", root="/db/other")
         assert answer.url.path == "/db/other/"
         assert "<strong>other</strong>" in answer.text
         assert " other \N{EN DASH} pgdefer</title>" in answer.text, "the title of the tab"
@@ -106,7 +101,7 @@ def test_a_page_of_one_database_leads_to_no_index(client: httpx.Client) -> None:
 def test_a_session_counts_in_its_database_only(both: str, conn: Connection) -> None:
     conn.execute("select queue.defer('t')")
     with visitor(both) as client:
-        answer = log_in(client, "/db/other", "page_reader")
+        answer = log_in(client, "page_reader", root="/db/other")
         session = answer.cookies["pgdefer_session"]
         assert "path=/db/other;" in answer.headers["set-cookie"].lower()
         assert client.get("/db/shop/jobs").headers["location"] == "/db/shop/login?next=%2Fjobs"
@@ -114,7 +109,7 @@ def test_a_session_counts_in_its_database_only(both: str, conn: Connection) -> N
         answer = client.get("/db/shop/jobs", headers=stolen)
         assert answer.headers["location"].startswith("/db/shop/login?"), "nor its copied cookie"
         of_other = token(client.get("/db/other/jobs"))
-        assert log_in(client, "/db/shop", "page_reader").status_code == 303
+        assert log_in(client, "page_reader", root="/db/shop").status_code == 303
         text = client.get("/db/shop/jobs/1").text
         assert "/hold" not in text, "a reader there, whatever the role is in the other"
         for proof in (of_other, token(client.get("/db/shop/jobs"))):
@@ -141,7 +136,7 @@ def test_names_are_safe_in_addresses_and_in_html(dsn: str, conn: Connection, gra
         for name, address in addresses.items():
             assert re.fullmatch(r"/queues/db/[\w.~-]+/", address), address
             root = address.removesuffix("/")
-            assert log_in(client, root, "page_reader").headers["location"] == address
+            assert log_in(client, "page_reader", root=root).headers["location"] == address
             text = client.get(f"{root}/jobs").text
             (shown,) = re.findall("<strong>(.*)</strong>", text)
             assert unescape(shown) == name
@@ -177,7 +172,7 @@ def test_databases_that_nobody_visits_have_no_connections(
         for address in addresses.values():
             assert client.get(f"{address}login").status_code == 200
         assert connections() == [(0,)]
-        assert log_in(client, "/db/tenant~20199", "page_reader").status_code == 303
+        assert log_in(client, "page_reader", root="/db/tenant~20199").status_code == 303
         assert connections() == [(1,)]
 
 
@@ -217,7 +212,7 @@ def test_databases_that_do_not_answer_delay_no_other(
                 wait_for(lambda: waiting() == every, 60)
                 with visitor(site) as guest:
                     assert guest.get("/").status_code == 200
-                    assert log_in(guest, "/db/shop", "page_reader").status_code == 303
+                    assert log_in(guest, "page_reader", root="/db/shop").status_code == 303
                     assert guest.get("/db/shop/jobs").status_code == 200
             finally:
                 silent.close()
@@ -247,7 +242,7 @@ def test_the_end_of_the_application_closes_every_page(
     with serving(pages) as site, visitor(site) as client:
         roots = ("/db/shop", "/db/other")
         for root in roots:
-            log_in(client, root, "page_reader")
+            log_in(client, "page_reader", root=root)
             assert client.get(f"{root}/jobs").status_code == 200
         assert asyncio.run(live()) == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
         wait_for(lambda: conn.execute(PAGES).fetchall() == [(0,)])
@@ -270,7 +265,7 @@ def test_the_command_serves_the_databases_of_a_file(
             addresses = links(client.get("/"))
             assert sorted(name.rpartition("/")[2] for name in addresses) == ["page_other", own]
             for where in addresses.values():
-                assert log_in(client, where.removesuffix("/"), "postgres").status_code == 303
+                assert log_in(client, "postgres", root=where.removesuffix("/")).status_code == 303
                 assert client.get(where).status_code == 200
             headers = {"host": "evil.example"}
             assert client.get("/", headers=headers).status_code == 400
