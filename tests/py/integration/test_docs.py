@@ -191,7 +191,7 @@ def squeezed(text: str) -> list[str]:
 
 
 def follow(
-    reader: Reader,
+    type_in: Callable[[Block], str],
     page: str,
     *,
     normal: Callable[[str], object] = squeezed,
@@ -207,18 +207,22 @@ def follow(
         where = f"{page}:{block.line}"
         try:
             if block.language != "text":
-                typed, output = block, reader.type_in(block)
+                typed, output = block, type_in(block)
                 continue
             end = time.monotonic() + 300
             while asks(typed) and normal(output) != normal(block.text) and time.monotonic() < end:
-                output = reader.type_in(typed)
+                output = type_in(typed)
         except AssertionError as error:
             raise AssertionError(f"{where}: {error}") from None
         assert normal(output) == normal(block.text), where
 
 
 def test_the_tutorial(reader: Reader) -> None:
-    follow(reader, "docs/tutorial.md", asks=lambda block: block.text.startswith("select queue.why"))
+    follow(
+        reader.type_in,
+        "docs/tutorial.md",
+        asks=lambda block: block.text.startswith("select queue.why"),
+    )
 
 
 BEFORE_SQL = """
@@ -231,7 +235,7 @@ create table customer (id bigint primary key);
 def test_the_readme(reader: Reader) -> None:
     reader.install()
     reader.type_in(Block(0, "sql", BEFORE_SQL))
-    follow(reader, "README.md")
+    follow(reader.type_in, "README.md")
     reader.type_in(Block(0, "sql", "insert into customer values (1);"))
     found = reader.type_in(Block(0, "sql", "select task, queue, lock from queue.jobs order by id;"))
     assert squeezed(found)[2:] == [
@@ -259,7 +263,7 @@ with TestClient(web) as client:
 
 def test_the_page_on_python(reader: Reader) -> None:
     reader.install()
-    follow(reader, "docs/python.md")
+    follow(reader.type_in, "docs/python.md")
     reader.type_in(Block(0, "sh", "pgdefer worker -A shop --drain"))
     found = reader.type_in(
         Block(0, "sql", "select task, state, count(*) from queue.jobs group by 1, 2 order by 1, 2;")
@@ -287,14 +291,14 @@ def test_the_page_on_durable_jobs(reader: Reader) -> None:
     def normal(text: str) -> list[str]:
         return squeezed(re.sub(r"until \d.*", "until TIME", text))
 
-    follow(reader, "docs/durable.md", normal=normal)
+    follow(reader.type_in, "docs/durable.md", normal=normal)
     found = reader.type_in(Block(0, "sh", "psql -At -c 'select * from parcel'"))
     assert found.strip() == "1|1.5"
 
 
 def test_the_page_on_many_databases(reader: Reader, server: EmbeddedServer) -> None:
     try:
-        follow(reader, "docs/many-databases.md")
+        follow(reader.type_in, "docs/many-databases.md")
     finally:
         with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
             connection.execute("drop database if exists tenant_a with (force)")
@@ -306,7 +310,7 @@ def test_the_page_on_scaling(reader: Reader, server: EmbeddedServer) -> None:
     try:
         # The page takes the third shard's database for granted.
         reader.type_in(Block(0, "sh", "createdb shop_c && pgdefer install --dsn dbname=shop_c"))
-        follow(reader, "docs/scaling.md")
+        follow(reader.type_in, "docs/scaling.md")
     finally:
         with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
             for name in ("shop_a", "shop_b", "shop_c"):
@@ -333,7 +337,7 @@ def test_every_name_is_listed() -> None:
 
 def test_the_page_on_sqlalchemy(reader: Reader) -> None:
     reader.install()
-    follow(reader, "docs/sqlalchemy.md")
+    follow(reader.type_in, "docs/sqlalchemy.md")
     reader.type_in(Block(0, "sh", "pgdefer worker -A shop:app --drain"))
     found = reader.type_in(Block(0, "sql", 'select receipt from "order";'))
     assert squeezed(found)[2] == "Thank you for order 1."

@@ -17,7 +17,7 @@ from psycopg.conninfo import conninfo_to_dict
 from pgdefer.database.embedded import EmbeddedServer
 from support import ROOT, server_program
 
-from .test_docs import END, Block, Reader, blocks, squeezed
+from .test_docs import END, Block, Reader, follow
 
 pytestmark = pytest.mark.client
 
@@ -104,24 +104,18 @@ PAGES = [
 @pytest.mark.parametrize("page", PAGES)
 def test_how_to(reader: QuickReader, server: EmbeddedServer, page: str) -> None:
     path = f"docs/how-to/{page}.md"
-    fences = (ROOT / path).read_text("utf-8").count("```")
-    assert fences == 2 * len(blocks(path)), "an indented block is not tested"
-    reader.type_in(Block(0, "sql", BEFORE.get(page, "")))
     words = " ".join((ROOT / path).read_text("utf-8").split())
     ticks = "type `pgdefer db tick` after each block" in words
-    output = ""
-    for block in blocks(path):
+
+    def type_in(block: Block) -> str:
         if "pg backup" in block.text and server_program(server, "pg_dump") is None:
-            continue
-        if block.language == "text":
-            assert squeezed(output) == squeezed(block.text), f"{path}:{block.line}"
-            continue
+            return ""
         if ticks and block.language == "sql":
             reader.type_in(TICK)
-        try:
-            output = reader.type_in(block)
-        except AssertionError as error:
-            raise AssertionError(f"{path}:{block.line}: {error}") from None
+        return reader.type_in(block)
+
+    reader.type_in(Block(0, "sql", BEFORE.get(page, "")))
+    follow(type_in, path)
 
 
 def test_the_page_on_debugging_explains_every_answer_of_why() -> None:

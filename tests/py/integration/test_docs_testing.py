@@ -51,4 +51,4 @@ def test_the_page_on_testing(server: EmbeddedServer, tmp_path: Path) -> None:
 
 def test_the_page_on_telemetry(reader: Reader) -> None:
     reader.install()
-    follow(reader, "docs/telemetry.md")
+    follow(reader.type_in, "docs/telemetry.md")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import shutil
 import socket
-import time
 
 import pytest
 
 from pgdefer.database.embedded import sql_folder
 
 from .conftest import wait_for
-from .test_docs import Block, Reader, blocks, follow, reader, squeezed
+from .test_docs import Block, Reader, follow, reader
 
 __all__ = ["reader"]
 
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.client
 def test_the_tutorial_on_sql_alone(reader: Reader) -> None:
     (reader.folder / "build").mkdir()
     shutil.copyfile(sql_folder() / "pgdefer.sql", reader.folder / "build" / "pgdefer.sql")
-    follow(reader, "docs/sql.md")
+    follow(reader.type_in, "docs/sql.md")
 
 
 def accepts(port: int) -> bool:
@@ -32,26 +31,17 @@ def accepts(port: int) -> bool:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="the page types in curl")
 @pytest.mark.long
 def test_the_tutorial_on_fastapi(reader: Reader, free_tcp_port: int) -> None:
-    before, output, is_up = None, "", False
-    for block in blocks("docs/fastapi.md"):
-        where = f"docs/fastapi.md:{block.line}"
-        typed = block._replace(text=block.text.replace("8000", str(free_tcp_port)))
-        try:
-            if block.language != "text":
-                before, output = typed, reader.type_in(typed)
-                is_up = is_up or "uvicorn" in block.text
-                if is_up:
-                    wait_for(lambda: accepts(free_tcp_port))
-                continue
-            end = time.monotonic() + 60
-            while before and is_question(before) and time.monotonic() < end:
-                # Nobody types this fast: the job may not have ended yet.
-                if squeezed(output) == squeezed(block.text):
-                    break
-                output = reader.type_in(before)
-        except AssertionError as error:
-            raise AssertionError(f"{where}: {error}") from None
-        assert squeezed(output) == squeezed(block.text), where
+    is_up = False
+
+    def type_in(block: Block) -> str:
+        nonlocal is_up
+        output = reader.type_in(block._replace(text=block.text.replace("8000", str(free_tcp_port))))
+        is_up = is_up or "uvicorn" in block.text
+        if is_up:
+            wait_for(lambda: accepts(free_tcp_port))  # new code restarts it
+        return output
+
+    follow(type_in, "docs/fastapi.md", asks=is_question)
 
 
 def is_question(block: Block) -> bool:

@@ -9,4 +9,4 @@ __all__ = ["reader"]
 
 def test_the_page_on_unique_jobs(reader: Reader) -> None:
     reader.install()
-    follow(reader, "docs/unique.md")
+    follow(reader.type_in, "docs/unique.md")
