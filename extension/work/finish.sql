@@ -60,7 +60,7 @@ comment on function queue.succeed(bigint, bigint, jsonb) is
     ' sorts them; any other order could deadlock with operators. queue.configure limits the size of results'
     ' (22023).';
 
--- Raises: 22023, QJ001, QJ002, QJ008.
+-- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ008.
 create or replace function queue.fail(id bigint, claim bigint, error text, details jsonb default null,
   options jsonb default null)
 returns text language plpgsql volatile parallel unsafe security definer
@@ -93,7 +93,7 @@ comment on function queue.fail(bigint, bigint, text, jsonb, jsonb) is
     ' reason (stored with a failed job), outcome (timed_out, if the worker ended the attempt for that). For'
     ' several in one transaction see succeed.';
 
--- Raises: 22023, QJ001, QJ002, QJ005, QJ008.
+-- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ005, QJ008.
 create or replace function queue.retry_later(id bigint, claim bigint, at timestamptz default null,
   needs bigint[] default '{}', message text default null)
 returns text language plpgsql volatile parallel unsafe security definer
@@ -121,7 +121,7 @@ comment on function queue.retry_later(bigint, bigint, timestamptz, bigint[], tex
     ' (NULL: without waiting for any needs). This is not a failure, but a job with more than max_progress'
     ' yields fails. Returns the new state.';
 
--- Raises: QJ001, QJ002, QJ008.
+-- Locks: see the top. Raises: QJ001, QJ002, QJ008.
 create or replace function queue.release(id bigint, claim bigint)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp {{planner}} as $$

@@ -1,4 +1,4 @@
-"""House rules: calls go down the manifest, files and functions are short, numbers have names.
+"""House rules: calls go down the manifest, files and functions are short, comments name the locks.
 
 The calls are read from the catalog, that is from the code that runs: a call is a name with `queue.`
 before it and a parenthesis after it, outside comments and texts, unless it is a table's.
@@ -18,7 +18,16 @@ from support import ROOT
 
 EXTENSION = ROOT / "extension"
 SHARED = re.compile(r"(?:create role|create database|prepare transaction) (?:[a-z]\w+|'[^']+')")
+COMMENTED = re.compile(r"(?m)^((?:--.*\n)*)create or replace (?:function|procedure) queue\.(\w+)\(")
 DEFINITION = re.compile(r"(?m)^create or replace (?:function|procedure) queue\.(\w+)\(")
+# What comments say of the admission lock, and which functions take it as others do not.
+TAKES = re.compile(r"the admission lock,? (?:waited for|by try)")
+HOLDS = re.compile(r"the caller holds the admission lock(?!, or)")
+TAKERS = {"_lock_admission", "_wait_for_admission", "_await_admission"}
+CHANGES = re.compile(
+    r"\b(?:insert into|update|delete from) queue\.|\bfor (?:no key )?update\b"
+    r"|\bfor (?:key )?share\b|\block table\b|\bpg_(?:try_)?advisory_|\bqueue\._lock_admission\("
+)
 CODE = """
 select p.proname, p.prosrc || ' ' || coalesce(pg_get_expr(p.proargdefaults, 0), '')
 from pg_proc p where p.pronamespace = 'queue'::regnamespace
@@ -41,16 +50,53 @@ def places() -> dict[str, int]:
     return found
 
 
+@pytest.fixture(scope="module")
+def comments() -> dict[str, str]:
+    """Return the comment above each function, in one line."""
+    texts = [(EXTENSION / entry).read_text("utf-8") for entry in files()]
+    found = [pair for text in texts for pair in COMMENTED.findall(text)]
+    return {name: re.sub(r"\n?-- ?", " ", above) for above, name in found}
+
+
 @pytest.fixture
-def calls(conn: Connection) -> dict[str, set[str]]:
-    """Return the functions that each function calls, by the catalog."""
-    bodies = dict(conn.execute(CODE).fetchall())
+def code(conn: Connection) -> dict[str, str]:
+    """Return each function's code, by the catalog, without comments and texts."""
+    bodies = conn.execute(CODE).fetchall()
+    besides = re.compile(r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'", re.DOTALL)
+    return {name: besides.sub(" ", body) for name, body in bodies}
+
+
+@pytest.fixture
+def calls(code: dict[str, str]) -> dict[str, set[str]]:
+    """Return the functions that each function calls."""
     found = {}
-    for name, body in bodies.items():
-        code = re.sub(r"--[^\n]*|/\*.*?\*/|'(?:[^']|'')*'", " ", body, flags=re.DOTALL)
-        code = re.sub(r"\b(insert into|on) queue\.\w+", " ", code)
-        found[name] = set(re.findall(r"\bqueue\.(\w+)\s*\(", code)) & bodies.keys() - {name}
+    for name, text in code.items():
+        without_tables = re.sub(r"\b(insert into|on) queue\.\w+", " ", text)
+        called = set(re.findall(r"\bqueue\.(\w+)\s*\(", without_tables))
+        found[name] = called & code.keys() - {name}
     return found
+
+
+def below(calls: dict[str, set[str]], name: str, but: set[str]) -> set[str]:
+    """Return the functions that a function calls, itself or by others, but for these others."""
+    found: set[str] = set()
+    todo = [name]
+    while todo:
+        new = calls[todo.pop()] - found - but
+        found |= new
+        todo += new
+    return found
+
+
+def exposed(calls: dict[str, set[str]], names: set[str], but: set[str]) -> set[str]:
+    """Return the public functions among these and those that call them, but for calls by some."""
+    found: set[str] = set()
+    todo = names
+    while todo:
+        found |= todo
+        todo = {caller for caller in calls if calls[caller] & todo} - but - found
+    called = set[str]().union(*calls.values())
+    return {name for name in found if not name.startswith("_") or name not in called}
 
 
 def test_calls_lead_down_the_manifest(calls: dict[str, set[str]], places: dict[str, int]) -> None:
@@ -67,15 +113,29 @@ def test_calls_lead_down_the_manifest(calls: dict[str, set[str]], places: dict[s
 
 def test_no_function_calls_itself_by_others(calls: dict[str, set[str]]) -> None:
     """A cycle of functions is a recursion whose depth depends on data."""
-    reached: dict[str, set[str]] = defaultdict(set)
-    for name in calls:
-        todo = list(calls[name])
-        while todo:
-            callee = todo.pop()
-            if callee not in reached[name]:
-                reached[name].add(callee)
-                todo += calls[callee]
-    assert not [name for name in calls if name in reached[name]]
+    assert not [name for name in calls if name in below(calls, name, set())]
+
+
+def test_who_needs_the_admission_lock_has_it(
+    calls: dict[str, set[str]], comments: dict[str, str]
+) -> None:
+    direct = {name for name in calls if calls[name] & {"_lock_admission", "_wait_for_admission"}}
+    holders = {name for name, text in comments.items() if HOLDS.search(text)}
+    assert len(holders) > 50, "the comments are not read"
+    takers = {name for name in calls if name in direct or below(calls, name, holders) & direct}
+    assert not [name for name in direct if "admission lock" not in comments[name]]
+    assert not {name for name, text in comments.items() if TAKES.search(text)} - takers - TAKERS
+    assert not exposed(calls, holders, takers)
+
+
+def test_what_changes_state_says_which_locks_it_takes(
+    code: dict[str, str], calls: dict[str, set[str]], comments: dict[str, str]
+) -> None:
+    """It, or all that call it."""
+    said = {name for name, text in comments.items() if "locks" in text.lower()}
+    changing = {name for name, text in code.items() if CHANGES.search(text)}
+    assert len(changing) > 200, "the code is not read"
+    assert not exposed(calls, changing - said, said)
 
 
 def test_all_functions_are_seen(calls: dict[str, set[str]], places: dict[str, int]) -> None:
