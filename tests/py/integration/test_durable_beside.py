@@ -94,25 +94,26 @@ async def test_waits_beside_each_other(app: App, conn: Connection) -> None:
             assert states.fetchone() == (3,)
 
 
-async def test_calls_of_one_task_beside_each_other(app: App, dsn: str, conn: Connection) -> None:
+async def test_calls_of_one_task_beside_each_other(app: App, dsn: str) -> None:
     """The second child is deferred, and waited for, before the first."""
 
     @app.task(name="child")
     async def child(n: int) -> int:
         return n
 
+    known: list[Steps] = []
+
     @app.task(name="parent")
     async def parent() -> list[int]:
         job, first = current_job(), child.configure(queueing_lock="held").prepare(1)
+        known.append(job.steps)
         return await asyncio.gather(job.call_async(first), job.call_async(child.prepare(2)))
 
     made = await parent.defer_async()
-    children = "select from queue.jobs where task = 'child'"
     with psycopg.connect(dsn) as holder:
         holder.execute("select queue.defer('other', queueing_lock => 'held')")
         async with running(app):
-            await until(lambda: conn.execute(children).rowcount)
-            await asyncio.sleep(0.2)
+            await until(lambda: known and known[0].running._resting)
             holder.rollback()
             assert await made.result_async(60) == [1, 2]
 
