@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ import pytest
 from clusters import Cluster
 from pgdefer.database.embedded import EmbeddedServer, sql_folder
 from support import open_folder, refused
-from workers import wait_for
+from workers import CheckedThread, wait_for
 
 Connection = psycopg.Connection[Any]
 
@@ -204,25 +203,24 @@ class OldWorker:
         connection.execute("select queue.deregister_worker(%s)", [new])
 
 
-class Producer(threading.Thread):
+class Producer(CheckedThread):
     """Defers jobs on ten locks, and knows those whose commit was acknowledged, in order."""
 
     def __init__(self, dsn: str, name: str = "customer") -> None:
-        super().__init__(daemon=True, name=name)
+        super().__init__(name)
         self._dsn = dsn
-        self._is_over = threading.Event()
         self.acknowledged: list[tuple[int, str]] = []
 
-    def run(self) -> None:
+    def work(self) -> None:
         turn = 0
-        while not self._is_over.is_set():
+        while not self.is_over.is_set():
             with (
                 contextlib.suppress(
                     psycopg.OperationalError, psycopg.errors.ReadOnlySqlTransaction
                 ),
                 psycopg.connect(self._dsn, autocommit=True) as connection,
             ):
-                while not self._is_over.wait(0.005):
+                while not self.is_over.wait(0.005):
                     turn += 1
                     lock = f"{self.name} {turn % 10}"
                     row = connection.execute(
@@ -232,11 +230,6 @@ class Producer(threading.Thread):
                     ).fetchone()
                     assert row
                     self.acknowledged.append((row[0], lock))
-
-    def end(self) -> None:
-        self._is_over.set()
-        self.join(120)
-        assert not self.is_alive()
 
 
 class Load:

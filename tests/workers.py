@@ -11,7 +11,7 @@ from typing import Any
 
 from pgdefer import App, Worker
 
-__all__ = ["running", "until", "wait_for", "working"]
+__all__ = ["CheckedThread", "beside", "running", "until", "wait_for", "working"]
 
 
 @contextlib.asynccontextmanager
@@ -40,6 +40,47 @@ def working(worker: Worker) -> Iterator[Worker]:
         worker.stop()
         thread.join(300)
         assert not thread.is_alive(), thread.name
+
+
+class CheckedThread(threading.Thread):
+    """A thread that works beside a test."""
+
+    def __init__(self, name: str | None = None) -> None:
+        super().__init__(name=name, daemon=True)
+        self.is_over = threading.Event()
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.work()
+        except BaseException as error:
+            self.error = error
+
+    def work(self) -> None:
+        """Go on until `is_over` is set."""
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """Wait until it has ended, and raise its error."""
+        self.is_over.set()
+        self.join(300)
+        assert not self.is_alive(), f"{self.name} hangs"
+        if self.error is not None:
+            raise self.error
+
+
+@contextlib.contextmanager
+def beside(*threads: CheckedThread) -> Iterator[None]:
+    """Run threads during the block; after it, they have ended without an error."""
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        for thread in threads:
+            thread.is_over.set()
+        for thread in threads:
+            thread.end()
 
 
 async def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psycopg
@@ -21,6 +22,7 @@ from pgdefer.database import install
 from pgdefer.database.embedded import EmbeddedServer
 from releases import Releases, catalog, difference
 from support import create_database
+from workers import CheckedThread, beside
 
 pytestmark = pytest.mark.client
 
@@ -178,36 +180,23 @@ def test_an_incompatible_client_ends_with_its_own_code(
     assert "client and schema are incompatible" in done.stderr
 
 
-class Producer(threading.Thread):
+class Producer(CheckedThread):
     """Defers one job after the other and records the longest time."""
 
     def __init__(self, dsn: str) -> None:
-        super().__init__(daemon=True)
+        super().__init__()
         self.dsn = dsn
         self.ids: list[int] = []
         self.longest = 0.0
-        self.error: BaseException | None = None
-        self._stop_it = threading.Event()
 
-    def run(self) -> None:
-        try:
-            with psycopg.connect(self.dsn, autocommit=True) as connection:
-                while not self._stop_it.is_set():
-                    began = time.monotonic()
-                    row = connection.execute("select queue.defer('count')").fetchone()
-                    self.longest = max(self.longest, time.monotonic() - began)
-                    assert row
-                    self.ids.append(row[0])
-                    time.sleep(0.002)
-        except BaseException as error:
-            self.error = error
-
-    def finish(self) -> None:
-        self._stop_it.set()
-        self.join(300)
-        assert not self.is_alive()
-        if self.error is not None:
-            raise self.error
+    def work(self) -> None:
+        with psycopg.connect(self.dsn, autocommit=True) as connection:
+            while not self.is_over.wait(0.002):
+                began = time.monotonic()
+                row = connection.execute("select queue.defer('count')").fetchone()
+                self.longest = max(self.longest, time.monotonic() - began)
+                assert row
+                self.ids.append(row[0])
 
 
 async def test_upgrade_under_load(
@@ -249,7 +238,7 @@ async def test_upgrade_under_load(
         ids = [worker.id for worker in workers]
     finally:
         for producer in producers:
-            await asyncio.to_thread(producer.finish)
+            await asyncio.to_thread(producer.end)
     deferred = sorted(id for producer in producers for id in producer.ids)
     await reached(len(deferred))
     assert [worker.id for worker in workers] == ids
@@ -301,15 +290,10 @@ def longest_of(blank_dsn: str) -> Callable[[Callable[[], object]], tuple[float, 
     def measure(action: Callable[[], object]) -> tuple[float, float]:
         """Run it while two sessions defer; return the longest defer, and its own duration."""
         producers = [Producer(blank_dsn) for _ in range(2)]
-        for producer in producers:
-            producer.start()
-        began = time.monotonic()
-        try:
+        with beside(*producers):
+            began = time.monotonic()
             action()
-        finally:
             took = time.monotonic() - began
-            for producer in producers:
-                producer.finish()
         assert all(producer.ids for producer in producers)
         return max(producer.longest for producer in producers), took
 
@@ -449,29 +433,23 @@ def test_two_who_run_the_plain_file_at_once(
         with blank.transaction():
             blank.execute(script)
         blank.execute("comment on schema queue is 'ours'")
-    errors: list[BaseException] = []
 
     def run() -> None:
-        try:
-            with psycopg.connect(blank_dsn) as connection:
-                connection.execute(script)
-        except BaseException as error:
-            errors.append(error)
+        with psycopg.connect(blank_dsn) as connection:
+            connection.execute(script)
 
-    second = threading.Thread(target=run)
-    with psycopg.connect(blank_dsn) as connection:
+    with ThreadPoolExecutor(1) as pool, psycopg.connect(blank_dsn) as connection:
         connection.execute(script)
-        second.start()
+        second = pool.submit(run)
         while (
-            second.is_alive()
+            not second.done()
             and not blank.execute(
                 "select from pg_stat_activity where cardinality(pg_blocking_pids(pid)) > 0"
                 " and datname = current_database()"
             ).rowcount
         ):
             pass
-    second.join()
-    assert errors == []
+    second.result()
     row = blank.execute(
         "select tables, obj_description('queue'::regnamespace, 'pg_namespace') from queue.version()"
     ).fetchone()
@@ -483,23 +461,14 @@ def test_two_who_upgrade_at_once(server: EmbeddedServer, releases: Releases) -> 
     dsn = make_conninfo(server.dsn("upgraded_twice"))
     with psycopg.connect(dsn, autocommit=True) as connection:
         releases.install(connection, "plain", releases.first)
-    errors: list[BaseException] = []
 
-    def upgrade() -> None:
-        try:
-            with psycopg.connect(dsn, autocommit=True) as connection:
-                connection.execute("select queue.migrate()")
-        except BaseException as error:
-            errors.append(error)
+    def upgrade(_: int) -> None:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute("select queue.migrate()")
 
-    with psycopg.connect(dsn, autocommit=True) as connection:
+    with psycopg.connect(dsn, autocommit=True) as connection, ThreadPoolExecutor(3) as pool:
         code = releases.plain[releases.second].replace("select queue.install();", "")
         connection.execute(code.encode())
-        threads = [threading.Thread(target=upgrade) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        list(pool.map(upgrade, range(3)))
         row = connection.execute("select tables from queue.version()").fetchone()
-    assert errors == []
     assert row == (releases.second,)

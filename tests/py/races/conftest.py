@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import json
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
 import pytest
+
+from workers import CheckedThread
 
 
 @dataclasses.dataclass
@@ -35,30 +36,25 @@ class Sleep:
         return math.ceil(earliest - 0.02) <= latest + 0.02
 
 
-class Sleeper(threading.Thread):
+class Sleeper(CheckedThread):
     """A worker without handlers: it claims, records the time, and reports success."""
 
     def __init__(self, dsn: str, name: str, info: dict[str, Any], in_line: bool) -> None:
-        super().__init__(name=name, daemon=True)
+        super().__init__(name)
         self._dsn = dsn
         self._info = info
         self._in_line = in_line
-        self._is_stopping = False
-        self.error: BaseException | None = None
         self.claimed: list[Claimed] = []
         self.polls: list[float] = []
         self.sleeps: list[Sleep] = []
         self.is_asleep = False
 
-    def run(self) -> None:
-        try:
-            with (
-                psycopg.connect(self._dsn, autocommit=True) as main,
-                psycopg.connect(self._dsn, autocommit=True) as listener,
-            ):
-                self._work(main, listener)
-        except BaseException as error:
-            self.error = error
+    def work(self) -> None:
+        with (
+            psycopg.connect(self._dsn, autocommit=True) as main,
+            psycopg.connect(self._dsn, autocommit=True) as listener,
+        ):
+            self._work(main, listener)
 
     def _work(self, main: psycopg.Connection[Any], listener: psycopg.Connection[Any]) -> None:
         row = main.execute(
@@ -70,7 +66,7 @@ class Sleeper(threading.Thread):
         listened: set[str] = set()
         has_slept = False
         after = "busy"
-        while not self._is_stopping:
+        while not self.is_over.is_set():
             if self._run_jobs(main, worker, after):
                 if has_slept:
                     listener.execute("select * from queue.after_sleep(%s)", (worker,))
@@ -126,9 +122,6 @@ class Sleeper(threading.Thread):
             assert not refused
         return bool(rows)
 
-    def stop(self) -> None:
-        self._is_stopping = True
-
 
 @pytest.fixture
 def start_sleepers(dsn: str) -> Iterator[Callable[..., list[Sleeper]]]:
@@ -144,9 +137,8 @@ def start_sleepers(dsn: str) -> Iterator[Callable[..., list[Sleeper]]]:
 
     yield start
     for sleeper in started:
-        sleeper.stop()
+        sleeper.is_over.set()
     with contextlib.suppress(psycopg.Error), psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute("notify pgdefer")
     for sleeper in started:
-        sleeper.join(300)
-    assert [(s.name, s.error) for s in started if s.error or s.is_alive()] == []
+        sleeper.end()

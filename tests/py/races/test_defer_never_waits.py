@@ -10,14 +10,14 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg import errors
 
-from workers import wait_for
+from workers import CheckedThread, beside, wait_for
 
 pytestmark = pytest.mark.client
 
@@ -202,44 +202,20 @@ def test_only_the_same_queueing_lock_waits(
     second.rollback()
 
 
-class Storm(threading.Thread):
-    """Repeats a call until it is stopped, and keeps the errors."""
-
-    stop = threading.Event()
+class Repeater(CheckedThread):
+    """Repeats a call."""
 
     def __init__(self, conn: Connection, one: Callable[[Connection, random.Random], None]) -> None:
-        super().__init__(daemon=True)
+        super().__init__()
         self._conn = conn
         self._one = one
-        self.error: BaseException | None = None
         self.count = 0
 
-    def run(self) -> None:
+    def work(self) -> None:
         dice = random.Random(self.name)
-        try:
-            while not self.stop.is_set():
-                self._one(self._conn, dice)
-                self.count += 1
-        except BaseException as error:
-            self.error = error
-
-
-@pytest.fixture
-def storm(connect: Connect) -> Iterator[Callable[..., list[Storm]]]:
-    started: list[Storm] = []
-    Storm.stop.clear()
-
-    def start(n: int, one: Callable[[Connection, random.Random], None], **options: Any) -> Any:
-        new = [Storm(connect(**options), one) for _ in range(n)]
-        started.extend(new)
-        for each in new:
-            each.start()
-        return new
-
-    yield start
-    Storm.stop.set()
-    for each in started:
-        each.join(300)
+        while not self.is_over.is_set():
+            self._one(self._conn, dice)
+            self.count += 1
 
 
 def some_job(dice: random.Random, needed: int) -> dict[str, Any]:
@@ -255,7 +231,7 @@ def some_job(dice: random.Random, needed: int) -> dict[str, Any]:
     return job
 
 
-def test_in_a_storm(storm: Callable[..., list[Storm]], conn: Connection, needed: int) -> None:
+def test_in_a_storm(connect: Connect, conn: Connection, needed: int) -> None:
     def produce(conn: Connection, dice: random.Random) -> None:
         conn.execute(f"set local lock_timeout = '{LOCK_TIMEOUT}'")
         for _ in range(dice.randint(1, 6)):
@@ -292,8 +268,8 @@ def test_in_a_storm(storm: Callable[..., list[Storm]], conn: Connection, needed:
         conn.execute("select queue.pause('nothing'), queue.resume('nothing')")
         time.sleep(0.02)
 
-    producers = storm(4, produce, autocommit=False)
-    others = storm(3, run) + storm(1, operate)
+    producers = [Repeater(connect(autocommit=False), produce) for _ in range(4)]
+    others = [Repeater(connect(), one) for one in (run, run, run, operate)]
     everybody = producers + others
     end = time.monotonic() + 3  # on a busy machine later: each side has worked for 10 turns
 
@@ -301,8 +277,5 @@ def test_in_a_storm(storm: Callable[..., list[Storm]], conn: Connection, needed:
         turns = (sum(each.count for each in side) for side in (producers, others))
         return any(each.error for each in everybody) or (time.monotonic() > end and min(turns) > 10)
 
-    wait_for(have_met)
-    Storm.stop.set()
-    for each in everybody:
-        each.join(300)
-    assert [each.error or "waits" for each in everybody if each.error or each.is_alive()] == []
+    with beside(*everybody):
+        wait_for(have_met)

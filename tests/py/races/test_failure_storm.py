@@ -19,6 +19,8 @@ from typing import Any
 import psycopg
 import pytest
 
+from workers import CheckedThread, beside
+
 pytestmark = pytest.mark.client
 
 Connection = psycopg.Connection[Any]
@@ -51,31 +53,26 @@ class Ledger:
             self._ended.add((id, claim))
 
 
-class Actor(threading.Thread):
-    """One connection that repeats its work until the time is over."""
+class Actor(CheckedThread):
+    """One connection that repeats its work."""
 
-    def __init__(self, conn: Connection, ledger: Ledger, seed: int, end: float) -> None:
-        super().__init__(daemon=True)
+    def __init__(self, conn: Connection, ledger: Ledger, seed: int) -> None:
+        super().__init__()
         self.conn = conn
         self.ledger = ledger
         self.dice = random.Random(seed)
-        self.end = end
-        self.error: BaseException | None = None
 
-    def run(self) -> None:
-        try:
-            self.begin()
-            while time.monotonic() < self.end:
-                try:
-                    self.act()
-                except psycopg.Error as error:
-                    if error.sqlstate not in POLITE:
-                        raise
-                    self.ledger.said[error.sqlstate or ""] += 1
-                    if error.sqlstate == "QJ007":
-                        self.begin()
-        except BaseException as error:
-            self.error = error
+    def work(self) -> None:
+        self.begin()
+        while not self.is_over.is_set():
+            try:
+                self.act()
+            except psycopg.Error as error:
+                if error.sqlstate not in POLITE:
+                    raise
+                self.ledger.said[error.sqlstate or ""] += 1
+                if error.sqlstate == "QJ007":
+                    self.begin()
 
     def begin(self) -> None:
         """Prepare; start again after an error says that the worker is gone."""
@@ -247,15 +244,10 @@ class Reaper(Actor):
 
 def storm(connect: Connect, seconds: float, seed: int) -> None:
     ledger = Ledger()
-    end = time.monotonic() + seconds
     cast = [Producer] * 2 + [Worker] * 4 + [Operator] * 2 + [Reaper] * 2
-    actors = [kind(connect(), ledger, seed * 100 + n, end) for n, kind in enumerate(cast)]
-    for actor in actors:
-        actor.start()
-    for actor in actors:
-        actor.join(seconds + 300)
-    failed = [f"{type(a).__name__}: {a.error}" for a in actors if a.error or a.is_alive()]
-    assert not failed, "\n\n".join(failed)
+    actors = [kind(connect(), ledger, seed * 100 + n) for n, kind in enumerate(cast)]
+    with beside(*actors):
+        time.sleep(seconds)
     assert ledger.errors == []
     conn = connect()
     broken = conn.execute("select * from queue.check()").fetchall()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 
@@ -84,13 +85,12 @@ def test_quicksort(dsn, conn, connect):
         "select queue.defer('sort', %s, options => '{\"needs_mode\": \"any\"}')",
         [json.dumps({"low": 0, "high": SIZE})],
     ).fetchone()[0]
-    failures: list[BaseException] = []
     is_done = threading.Event()
 
     def work():
         connection = connect()
+        worker = connection.execute("select queue.register_worker('w')").fetchone()[0]
         try:
-            worker = connection.execute("select queue.register_worker('w')").fetchone()[0]
             while not is_done.is_set():
                 rows = connection.execute(
                     "select id, claim, args from queue.fetch(%s)", [worker]
@@ -103,17 +103,12 @@ def test_quicksort(dsn, conn, connect):
                     if state.fetchone()[0] == "succeeded":
                         is_done.set()
                     is_done.wait(0.002)
-        except BaseException as error:
-            failures.append(error)
+        finally:
             is_done.set()
 
-    workers = [threading.Thread(target=work) for _ in range(4)]
-    for thread in workers:
-        thread.start()
-    for thread in workers:
-        thread.join()
-    if failures:
-        raise failures[0]
+    with ThreadPoolExecutor(4) as pool:
+        for worker in [pool.submit(work) for _ in range(4)]:
+            worker.result()
     found = conn.execute("select array_agg(value order by place) from item").fetchone()[0]
     assert found == sorted(values)
     states = conn.execute("select state, count(*) from queue.jobs group by 1").fetchall()

@@ -22,7 +22,7 @@ import pytest
 
 from pgdefer.database.embedded import EmbeddedServer, temporary_server
 from support import create_database, install
-from workers import wait_for
+from workers import CheckedThread, beside, wait_for
 
 from .conftest import Sleeper
 
@@ -43,49 +43,33 @@ JOBS = """
 """
 
 
-class Ticker(threading.Thread):
+class Ticker(CheckedThread):
     """Calls tick as fast as it can, and survives every loss of the server."""
 
     def __init__(self, dsn: str, pause: float = 0.0) -> None:
-        super().__init__(daemon=True)
+        super().__init__()
         self._dsn = dsn
         self._pause = pause
-        self._is_stopping = threading.Event()
         self.ticks = 0
         self.losses = 0
-        self.error: BaseException | None = None
 
-    def run(self) -> None:
-        try:
-            while not self._is_stopping.is_set():
-                try:
-                    with psycopg.connect(self._dsn, autocommit=True) as conn:
-                        while not self._is_stopping.wait(self._pause):
-                            conn.execute("select * from queue.tick()")
-                            self.ticks += 1
-                except psycopg.OperationalError:
-                    self.losses += 1
-                    time.sleep(0.05)
-        except BaseException as error:
-            self.error = error
-
-    def stop(self) -> None:
-        self._is_stopping.set()
-        self.join(300)
-        assert not self.is_alive()
-        assert self.error is None
+    def work(self) -> None:
+        while not self.is_over.is_set():
+            try:
+                with psycopg.connect(self._dsn, autocommit=True) as conn:
+                    while not self.is_over.wait(self._pause):
+                        conn.execute("select * from queue.tick()")
+                        self.ticks += 1
+            except psycopg.OperationalError:
+                self.losses += 1
+                time.sleep(0.05)
 
 
 @contextlib.contextmanager
 def ticking(dsn: str, n: int, pause: float = 0.0) -> Iterator[list[Ticker]]:
     tickers = [Ticker(dsn, pause) for _ in range(n)]
-    for ticker in tickers:
-        ticker.start()
-    try:
+    with beside(*tickers):
         yield tickers
-    finally:
-        for ticker in tickers:
-            ticker.stop()
 
 
 def schedule(conn: Connection, name: str, cron: str, **options: Any) -> None:

@@ -6,7 +6,7 @@ import bisect
 import collections
 import itertools
 import json
-import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, LiteralString
 
 import psycopg
@@ -93,21 +93,17 @@ def test_no_window_has_more_starts_than_the_rate(
         "select count(queue.defer('t', options => %s)) from generate_series(1, %s)",
         [json.dumps({"concurrency": [{"key": "k", "rate": {"limit": 25, "per": "0.05 s"}}]}), n],
     )
-    errors: list[BaseException] = []
 
     def work() -> None:
-        try:
-            with psycopg.connect(dsn, autocommit=True) as own:
-                ((worker,),) = own.execute(REGISTER)
-                while left(own):
-                    own.execute(
-                        "select queue.finish_many(jsonb_agg(jsonb_build_object("
-                        "'id', f.id, 'claim', f.claim, 'outcome', 'succeeded')))"
-                        " from queue.fetch(%s, null, 7) f having count(*) > 0",
-                        [worker],
-                    )
-        except BaseException as error:
-            errors.append(error)
+        with psycopg.connect(dsn, autocommit=True) as own:
+            ((worker,),) = own.execute(REGISTER)
+            while left(own):
+                own.execute(
+                    "select queue.finish_many(jsonb_agg(jsonb_build_object("
+                    "'id', f.id, 'claim', f.claim, 'outcome', 'succeeded')))"
+                    " from queue.fetch(%s, null, 7) f having count(*) > 0",
+                    [worker],
+                )
 
     def left(own: Connection) -> bool:
         ((is_left,),) = own.execute(
@@ -116,18 +112,17 @@ def test_no_window_has_more_starts_than_the_rate(
         return bool(is_left)
 
     conn.execute("select queue.tick()")
-    threads = [threading.Thread(target=work) for _ in range(workers)]
     changes: list[tuple[float, float, int]] = [(0, 0, 25)]  # begun, over, the limit from then on
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        limit = next(limits)
-        begun = now(conn)
-        rate = {"rate": {"limit": limit, "per": f"{window} s"}}
-        conn.execute("select queue.configure_key('k', %s)", [json.dumps(rate)])
-        changes.append((begun, now(conn), limit))
-        threads[0].join(6 * window)
-    assert not errors, errors
+    with ThreadPoolExecutor(workers) as pool:
+        working = [pool.submit(work) for _ in range(workers)]
+        while wait(working, 6 * window).not_done:
+            limit = next(limits)
+            begun = now(conn)
+            rate = {"rate": {"limit": limit, "per": f"{window} s"}}
+            conn.execute("select queue.configure_key('k', %s)", [json.dumps(rate)])
+            changes.append((begun, now(conn), limit))
+        for each in working:
+            each.result()
     times = [
         float(at)
         for (at,) in conn.execute(

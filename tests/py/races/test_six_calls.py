@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import psycopg
 
-from workers import wait_for
+from workers import CheckedThread, beside, wait_for
 
 Connection = psycopg.Connection[Any]
 Connect = Callable[..., Connection]
@@ -21,37 +20,27 @@ UNFINISHED = (
 INFO = json.dumps({"dead_after": "1 s"})
 
 
-class Client(threading.Thread):
+class Client(CheckedThread):
     """A worker of its known tasks. At times it dies: it falls silent, and begins again."""
 
     def __init__(self, conn: Connection, seed: int, tasks: set[str], dies: float) -> None:
-        super().__init__(daemon=True)
+        super().__init__()
         self._conn = conn
         self._dice = random.Random(seed)
         self._tasks = tasks
         self._dies = dies
-        self._end = threading.Event()
-        self.error: BaseException | None = None
         self.beside: list[int] = []
 
-    def run(self) -> None:
-        try:
-            while not self._end.is_set():
-                self._live()
-        except BaseException as error:
-            self.error = error
-
-    def stop(self) -> None:
-        self._end.set()
-        self.join(300)
-        assert not self.is_alive(), "it hangs"
+    def work(self) -> None:
+        while not self.is_over.is_set():
+            self._live()
 
     def _live(self) -> None:
         (worker,) = self._call("select queue.register_worker('six', null, %s)", INFO)[0]
         outcomes: list[dict[str, Any]] = []
         running: list[tuple[int, int, str]] = []
         try:
-            while not self._end.is_set():
+            while not self.is_over.is_set():
                 self._call("select id, claim from queue.heartbeat(%s)", worker)
                 sent = json.dumps(outcomes)
                 size = self._dice.randint(1, 5) - len(running)
@@ -70,7 +59,7 @@ class Client(threading.Thread):
                     return
                 if not running:
                     row = self._call("select wait_for from queue.before_sleep(%s)", worker)[0]
-                    self._end.wait(min(row[0].total_seconds(), 0.1))
+                    self.is_over.wait(min(row[0].total_seconds(), 0.1))
                     self._call("select queue.after_sleep(%s)", worker)
                 ended = [one for one in running if self._dice.random() < 0.7]
                 running = [one for one in running if one not in ended]
@@ -139,16 +128,10 @@ def test_every_job_ends(connect: Connect) -> None:
     kills = json.dumps([{"task": "kills", "queue": "q1", "lock": "a", "options": KILLS}])
     killing = conn.execute("select * from queue.defer_many(%s)", [kills]).fetchall()
     clients = [Client(connect(), n, ALL - {"new"} if n == 1 else ALL, 0.01) for n in range(4)]
-    for client in clients:
-        client.start()
-    try:
+    with beside(*clients):
         wait_for(lambda: value(conn, f"{UNFINISHED} and task <> 'often'") == 0, 120)
         runs = "select count(*) from queue.jobs where task = 'often' and state = 'succeeded'"
         wait_for(lambda: value(conn, runs) > 1, 30)
-    finally:
-        for client in clients:
-            client.stop()
-    assert [client.error for client in clients] == [None] * 4
     wrong = """
         select id, task, state, reason, crashes from queue.jobs
         where id = any (%s) and state <> case task when 'fails' then 'failed' else 'succeeded' end
