@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -23,35 +24,17 @@ WORKERS = 20
 CLAIMS = 10
 
 
-class Together:
-    """Threads that begin at the same moment, each with a connection; their errors are raised."""
+def together(connect: Connect, *actions: Callable[[Connection], None]) -> None:
+    """Let all begin at the same moment, each with a connection; their errors are raised."""
+    gate = threading.Barrier(len(actions))
 
-    def __init__(self, connect: Connect) -> None:
-        self._connect = connect
-        self._threads: list[threading.Thread] = []
-        self._errors: list[BaseException] = []
-        self._gate = threading.Event()
+    def run(action: Callable[[Connection], None], conn: Connection) -> None:
+        gate.wait(300)
+        action(conn)
 
-    def add(self, action: Callable[[Connection], None]) -> None:
-        conn = self._connect()
-
-        def run() -> None:
-            try:
-                self._gate.wait(300)
-                action(conn)
-            except BaseException as error:
-                self._errors.append(error)
-
-        self._threads.append(threading.Thread(target=run, daemon=True))
-
-    def run(self, seconds: float = 60) -> None:
-        for thread in self._threads:
-            thread.start()
-        self._gate.set()
-        for thread in self._threads:
-            thread.join(seconds)
-        assert not [thread for thread in self._threads if thread.is_alive()]
-        assert self._errors == []
+    with ThreadPoolExecutor(len(actions)) as pool:
+        for each in [pool.submit(run, action, connect()) for action in actions]:
+            each.result()
 
 
 @pytest.mark.long
@@ -145,10 +128,7 @@ def test_four_reapers_count_each_dead_job_once(
     claims = claim_all(conn)
     kill_all(conn, are_known=are_known)
     reaped: list[int] = []
-    together = Together(connect)
-    for _ in range(4):
-        together.add(reap_until_clear(reaped))
-    together.run()
+    together(connect, *[reap_until_clear(reaped)] * 4)
     assert sum(reaped) == len(claims)
     assert conn.execute(
         "select crashes, claims, failures, state, count(*) from queue.jobs group by 1, 2, 3, 4"
@@ -165,10 +145,7 @@ def test_four_reapers_of_leases_and_timeouts(conn: Connection, connect: Connect)
     conn.execute("update queue.lease set expires_at = clock_timestamp()")
     kill_all(conn)
     reaped: list[int] = []
-    together = Together(connect)
-    for _ in range(4):
-        together.add(reap_until_clear(reaped))
-    together.run()
+    together(connect, *[reap_until_clear(reaped)] * 4)
     assert sum(reaped) == len(claims)
     ended = Counter(id for (id,) in conn.execute("select job_id from queue.attempts").fetchall())
     assert ended == Counter(id for id, _, _ in claims)
@@ -201,12 +178,8 @@ def test_zombies_that_finish_while_they_are_reaped(conn: Connection, connect: Co
 
         return finish
 
-    together = Together(connect)
-    for n in range(3):
-        together.add(zombie(claims[n::3], n))
-    for _ in range(3):
-        together.add(reap_until_clear(reaped))
-    together.run()
+    zombies = [zombie(claims[n::3], n) for n in range(3)]
+    together(connect, *zombies, *[reap_until_clear(reaped)] * 3)
     assert len(said) == len(claims)
     accepted = {id: state for id, state in said.items() if state is not None}
     assert sum(reaped) == len(claims) - len(accepted)
