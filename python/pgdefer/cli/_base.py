@@ -16,6 +16,7 @@ import sys
 import time
 import zoneinfo
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import psycopg
@@ -455,6 +456,12 @@ def fail(code: Exit, message: str) -> NoReturn:
     """Print a message and exit."""
     say(message)
     raise typer.Exit(code)
+
+
+def check_one_place(dsn: str | list[str] | None, file: Path | None) -> None:
+    """Refuse --dsn beside --dsns; the database that the environment names is no --dsn."""
+    if file is not None and dsn and dsn != os.environ.get("PGDEFER_DSN"):
+        fail(Exit.USAGE, "give --dsn or --dsns, not both.")
 
 
 def say(message: str) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -20,7 +19,18 @@ from pgdefer.database.own_threads import in_own_thread
 from pgdefer.errors import PgDeferError
 from pgdefer.worker.databases import Database, DsnFile
 
-from ._base import Exit, Rows, Session, connect, dsn_file, explained, fail, say, session
+from ._base import (
+    Exit,
+    Rows,
+    Session,
+    check_one_place,
+    connect,
+    dsn_file,
+    explained,
+    fail,
+    say,
+    session,
+)
 
 T = TypeVar("T")
 
@@ -128,8 +138,7 @@ def databases(
         with session(dsn, as_json=as_json) as on:
             yield Databases({None: on})
         return
-    if dsn not in (None, os.environ.get("PGDEFER_DSN")):
-        fail(Exit.USAGE, "give --dsn or --dsns, not both.")
+    check_one_place(dsn, file)
     listed = DsnFile(file)
     if not (found := list(listed.read().values())):
         fail(Exit.USAGE, f"{file} lists no database")

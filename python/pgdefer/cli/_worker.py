@@ -32,7 +32,17 @@ from pgdefer.worker.prefetch import MOST, MOST_OF_MANY
 from pgdefer.worker.supervisor import Supervisor, SupervisorChannel
 
 from . import _show
-from ._base import DSN, AsJson, Exit, dsn_file, fail, is_whole, reported, session
+from ._base import (
+    DSN,
+    AsJson,
+    Exit,
+    check_one_place,
+    dsn_file,
+    fail,
+    is_whole,
+    reported,
+    session,
+)
 from ._log import Format, Level, set_up_log
 from ._reload import run_and_reload
 
@@ -319,8 +329,7 @@ def _databases(
     dsn: list[str] | None, file: Path | None, per_database: int | None
 ) -> list[str] | Path | None:
     """Return the databases of a worker of many; None for a worker of one."""
-    if file is not None and dsn:
-        fail(Exit.USAGE, "give --dsn or --dsns, not both.")
+    check_one_place(dsn, file)
     if file is None and len(dsn or []) < 2:
         if per_database is not None:
             fail(Exit.USAGE, "--per-database is for many databases: repeat --dsn, or give --dsns.")

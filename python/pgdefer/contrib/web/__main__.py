@@ -13,6 +13,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pgdefer._text import escaped
+from pgdefer.cli._base import check_one_place, dsn_file
 from pgdefer.database.source import Source
 from pgdefer.errors import InvalidParameter
 from pgdefer.worker.databases import DsnFile
@@ -61,7 +62,6 @@ def sources_of(file: Path) -> dict[str, str]:
 
 
 def web(  # noqa: PLR0917 (typer passes them by name)
-    context: typer.Context,
     dsn: Annotated[
         str,
         typer.Option(
@@ -71,12 +71,7 @@ def web(  # noqa: PLR0917 (typer passes them by name)
     ] = "",
     dsns: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            help="Serve many databases, below an index: one DSN per line, # begins a comment.",
-        ),
+        dsn_file("Serve many databases, below an index: one DSN per line, # begins a comment."),
     ] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="The port.")] = 8080,
@@ -96,9 +91,7 @@ def web(  # noqa: PLR0917 (typer passes them by name)
         raise typer.BadParameter("--no-password is for 127.0.0.1 only")
     if root_path and not root_path.startswith("/"):
         raise typer.BadParameter("--root-path begins with /, as in /queue")
-    source = context.get_parameter_source("dsn")
-    if dsns is not None and source is not None and source.name == "COMMANDLINE":
-        raise typer.BadParameter("give --dsn or --dsns, not both")
+    check_one_place(dsn, dsns)
     needs_password = not no_password
     page: Page | Pages
     if dsns is None:
