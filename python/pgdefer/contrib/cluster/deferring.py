@@ -14,6 +14,7 @@ from typing import Any, Unpack
 
 import psycopg
 
+from pgdefer.client.client import Client
 from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.base import ClusterBase
 from pgdefer.contrib.cluster.shards import ELSEWHERE, KeyedJob, is_unreached
@@ -94,28 +95,20 @@ class Deferring(ClusterBase):
         while True:
             home = self._home_of(jobs[0].key)
             app = self.app_of(shard)
-            calls = [job.call for job in jobs]
-            text = f"[{','.join(job.to_json() for job in jobs)}]"
-            tasks = [call.task for call in calls]
             try:
-                with deferring(app.client, calls) as deferral:
-                    rows = app.client.call(sql.DEFER_MANY, {"jobs": text}, connection, tasks=tasks)
-                    done: list[Job[Any]] = [Job(row[0], app.client) for row in rows]
-                    if deferral is not None:
-                        deferral.jobs.extend(done)
-                    return done
+                return _defer_in(app.client, jobs, connection)
             except Exception as error:
-                is_reached = sqlstate_of(error) in ELSEWHERE
-                if connection is not OWN or (is_reached and monotonic() > until):
+                is_elsewhere = sqlstate_of(error) in ELSEWHERE
+                if connection is not OWN or (is_elsewhere and monotonic() > until):
                     raise
-                if not is_reached and not self._has_moved(error, home):
+                if not is_elsewhere and not self._has_moved(error, home):
                     raise
             if len(keys) > 1:
                 by_key = {
                     key: self._deferred([job for job in jobs if job.key == key]) for key in keys
                 }
                 return [by_key[job.key].pop(0) for job in jobs]
-            if not is_reached:
+            if not is_elsewhere:
                 shard = self.map.owner_of(jobs[0].key)
                 continue
             self.refresh(shard)
@@ -139,3 +132,18 @@ class Deferring(ClusterBase):
                     if told["slots"]:
                         self.map.learn(told)
         return self.map.shards[shard] != dsn and is_unreached(error)
+
+
+def _defer_in(
+    client: Client, jobs: Sequence[KeyedJob], connection: AnyConnection
+) -> list[Job[Any]]:
+    """Defer jobs in one shard."""
+    calls = [job.call for job in jobs]
+    text = f"[{','.join(job.to_json() for job in jobs)}]"
+    tasks = [call.task for call in calls]
+    with deferring(client, calls) as deferral:
+        rows = client.call(sql.DEFER_MANY, {"jobs": text}, connection, tasks=tasks)
+        done: list[Job[Any]] = [Job(row[0], client) for row in rows]
+        if deferral is not None:
+            deferral.jobs.extend(done)
+        return done

@@ -13,6 +13,7 @@ from typing import Any, Unpack
 
 import psycopg
 
+from pgdefer.client.client import Client
 from pgdefer.contrib.cluster import sql
 from pgdefer.contrib.cluster.base import ClusterBase
 from pgdefer.contrib.cluster.shards import ELSEWHERE, KeyedJob, is_unreached
@@ -95,23 +96,13 @@ class AsyncDeferring(ClusterBase):
         while True:
             home = self._home_of(jobs[0].key)
             app = self.app_of(shard)
-            calls = [job.call for job in jobs]
-            text = f"[{','.join(job.to_json() for job in jobs)}]"
-            tasks = [call.task for call in calls]
             try:
-                with deferring(app.client, calls) as deferral:
-                    rows = await app.client.call_async(
-                        sql.DEFER_MANY, {"jobs": text}, connection, tasks=tasks
-                    )
-                    done: list[Job[Any]] = [Job(row[0], app.client) for row in rows]
-                    if deferral is not None:
-                        deferral.jobs.extend(done)
-                    return done
+                return await _defer_in_async(app.client, jobs, connection)
             except Exception as error:
-                is_reached = sqlstate_of(error) in ELSEWHERE
-                if connection is not OWN or (is_reached and monotonic() > until):
+                is_elsewhere = sqlstate_of(error) in ELSEWHERE
+                if connection is not OWN or (is_elsewhere and monotonic() > until):
                     raise
-                if not is_reached and not await self._has_moved_async(error, home):
+                if not is_elsewhere and not await self._has_moved_async(error, home):
                     raise
             if len(keys) > 1:
                 by_key = {
@@ -119,7 +110,7 @@ class AsyncDeferring(ClusterBase):
                     for key in keys
                 }
                 return [by_key[job.key].pop(0) for job in jobs]
-            if not is_reached:
+            if not is_elsewhere:
                 shard = self.map.owner_of(jobs[0].key)
                 continue
             await self.refresh_async(shard)
@@ -143,3 +134,18 @@ class AsyncDeferring(ClusterBase):
                     if told["slots"]:
                         self.map.learn(told)
         return self.map.shards[shard] != dsn and is_unreached(error)
+
+
+async def _defer_in_async(
+    client: Client, jobs: Sequence[KeyedJob], connection: AnyAsyncConnection
+) -> list[Job[Any]]:
+    """Defer jobs in one shard."""
+    calls = [job.call for job in jobs]
+    text = f"[{','.join(job.to_json() for job in jobs)}]"
+    tasks = [call.task for call in calls]
+    with deferring(client, calls) as deferral:
+        rows = await client.call_async(sql.DEFER_MANY, {"jobs": text}, connection, tasks=tasks)
+        done: list[Job[Any]] = [Job(row[0], client) for row in rows]
+        if deferral is not None:
+            deferral.jobs.extend(done)
+        return done
