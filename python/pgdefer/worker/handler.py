@@ -62,12 +62,8 @@ def run(
             else:
                 job.result = result = call_handler(task, positional, named)
     except BaseException as error:
-        if job._goes_back:
-            return None
-        return _settled(job, result, error) or outcome_of(job, task.failure_policy, error)
-    if job._goes_back:  # a middleware has swallowed what says so
-        return None
-    return _settled(job, result) or success(job, task.failure_policy, result)
+        return _end(job, task, result, error)
+    return _end(job, task, result)
 
 
 async def run_async(
@@ -93,12 +89,21 @@ async def run_async(
     except BaseException as error:
         if isinstance(error, asyncio.CancelledError):
             stops_with(worker, job)
-        if job._goes_back:
-            return None
-        return _settled(job, result, error) or outcome_of(job, task.failure_policy, error)
-    if job._goes_back:  # a middleware has swallowed what says so
+        return _end(job, task, result, error)
+    return _end(job, task, result)
+
+
+def _end(
+    job: JobContext, task: Task[..., Any], result: object, error: BaseException | None = None
+) -> str | outcomes.Settled | None:
+    """Return the outcome of what has returned or raised; None: the job goes back."""
+    if job._goes_back:  # a middleware may have swallowed what says so
         return None
-    return _settled(job, result) or success(job, task.failure_policy, result)
+    if (settled := _settled(job, result, error)) is not None:
+        return settled
+    if error is not None:
+        return outcome_of(job, task.failure_policy, error)
+    return success(job, task.failure_policy, result)
 
 
 def _settled(
