@@ -235,29 +235,33 @@ class Heartbeat:
         try:
             await self._rest(connection, delay)
             while not self._is_stopped:
-                self._was_poked = False
-                worker = self._worker
-                delay = self._interval
-                try:
-                    if worker is not None:
-                        sent_at, rows = await self._send(connection, worker)
-                        if self._worker == worker:
-                            self.beat_at = sent_at
-                        aborts = [(row[0], row[1], row[2]) for row in rows]
-                        self._tell(self._on_beat, aborts)
-                        delays.reset()
-                except (ConnectionLost, psycopg.Error) as error:
-                    if sqlstate_of(error) == "QJ007":
-                        if self._worker == worker:
-                            self._worker = None
-                        self._tell(self._on_gone, worker)
-                    else:
-                        delay = delays.next()
-                        log.warning("no heartbeat: %s", describe(error))
+                delay = await self._beat_once(connection, delays)
                 await self._rest(connection, delay)
         finally:
             self._thread.looks.discard(self._look)
             connection.close()
+
+    async def _beat_once(self, connection: Connection, delays: GrowingDelay) -> float:
+        """Send a heartbeat, if there is a worker; return how long to wait before the next one."""
+        self._was_poked = False
+        worker = self._worker
+        if worker is None:
+            return self._interval
+        try:
+            sent_at, rows = await self._send(connection, worker)
+        except (ConnectionLost, psycopg.Error) as error:
+            if sqlstate_of(error) != "QJ007":
+                log.warning("no heartbeat: %s", describe(error))
+                return delays.next()
+            if self._worker == worker:
+                self._worker = None
+            self._tell(self._on_gone, worker)
+            return self._interval
+        if self._worker == worker:
+            self.beat_at = sent_at
+        self._tell(self._on_beat, [(row[0], row[1], row[2]) for row in rows])
+        delays.reset()
+        return self._interval
 
     async def _send(self, connection: Connection, worker: int) -> tuple[float, Rows]:
         """Send a heartbeat; return when, and the answer. Raises as `Connection.call`."""

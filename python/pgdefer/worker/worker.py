@@ -293,11 +293,16 @@ class Worker:
             spawn=self._spawn,
             turnstile=self.turnstile,
         )
+        self._make_runners(self._loop)
+
+    def _make_runners(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Make what runs handlers, and the connections that these get."""
+        source, shared = self.app.client.source, self.shared
         kept = 1 if shared else self.concurrency
         self._pool = SyncPool(source, kept)
         self._async_pool = AsyncPool(source, kept)
         self._pool.partner, self._async_pool.partner = self._async_pool, self._pool
-        self._threads = shared.threads if shared else Threads(self._loop, self.concurrency)
+        self._threads = shared.threads if shared else Threads(loop, self.concurrency)
         keeper = self.executor
         self._thread_runner = ThreadRunner(self._threads, self._pool, keeper)
         self._loop_runner = LoopRunner(self._async_pool, self._thread_runner, keeper)
