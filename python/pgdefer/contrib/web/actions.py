@@ -299,21 +299,9 @@ def act_on_all(visit: Visit, action: JobAction) -> Response:
             return visit.page(
                 "confirm.html", action=action, ids=ids, found=found, hidden=hidden, end=end
             )
-    outcomes: list[Outcome] = []
-    trouble: Trouble = None
-    try:
-        with visit.session.database.visit() as visit.reader:
-            jobs, end = find(visit, asked, before, SLICE)
-        if jobs:
-            outcomes, trouble = run(visit, action, [job["id"] for job in jobs])
-    except (Full, Refused, Unreachable) as error:
-        trouble = error
-    if trouble is not None:
-        if not outcomes and not form.flag("done"):
-            raise trouble
-        before = outcomes[-1][0] if outcomes else before
-    else:
-        before = end["next_id"] if end else None
+    outcomes, before, trouble = act_on_slice(visit, action, asked, before)
+    if trouble is not None and not outcomes and not form.flag("done"):
+        raise trouble
     refused = sum(1 for _, _, error in outcomes if error)
     done = (form.number("done") or 0) + len(outcomes) - refused
     refused += form.number("refused") or 0
@@ -330,6 +318,26 @@ def act_on_all(visit: Visit, action: JobAction) -> Response:
         trouble=told(trouble),
         goes_on=trouble is not None or before is not None,
     )
+
+
+def act_on_slice(
+    visit: Visit, action: JobAction, asked: dict[str, Any], before: int | None
+) -> tuple[list[Outcome], int | None, Trouble]:
+    """Make a call on the next jobs that match; return the outcomes, and where the rest begins."""
+    outcomes: list[Outcome] = []
+    trouble: Trouble = None
+    try:
+        with visit.session.database.visit() as visit.reader:
+            jobs, end = find(visit, asked, before, SLICE)
+        if jobs:
+            outcomes, trouble = run(visit, action, [job["id"] for job in jobs])
+    except (Full, Refused, Unreachable) as error:
+        trouble = error
+    if trouble is None:
+        before = end["next_id"] if end else None
+    elif outcomes:
+        before = outcomes[-1][0]
+    return outcomes, before, trouble
 
 
 def call(visit: Visit, statement: str, **values: Any) -> None:
