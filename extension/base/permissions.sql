@@ -28,6 +28,7 @@ begin
   values (grant_access.role,
     grant_access.kind, case when '*' = any (grant_access.queues) then null else grant_access.queues end)
   on conflict on constraint access_pkey do update set queues = excluded.queues;
+  perform queue._revoke_public();
   perform queue._regrant(grant_access.role);
   perform queue._switch_restriction();
   perform queue._audit('grant_access', jsonb_build_object('role', grant_access.role, 'kind',
@@ -141,6 +142,24 @@ begin
   end loop;
 end $$;
 
+-- Takes back what PUBLIC has after a restore without privileges (pg_restore --no-privileges): the right to
+-- call every function, of roles that may enter the schema.
+-- Locks: rows of pg_proc, if there is anything to revoke.
+create or replace function queue._revoke_public()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_routines text := (
+    select string_agg(p.oid::regprocedure::text, ', ')
+    from pg_proc p
+    cross join lateral aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) a
+    where p.pronamespace = 'queue'::regnamespace and pg_get_userbyid(p.proowner) = current_user
+      and a.grantee = 0);
+begin
+  if v_routines is not null then
+    execute format('revoke all on routine %s from public cascade', v_routines);
+  end if;
+end $$;
+
 -- After the rows of a role that no longer exists were deleted: it may have another name now. So it revokes
 -- everything from roles without a row.
 -- Locks: the caller's, which are those of migrate.
@@ -203,7 +222,7 @@ begin
     then
     delete from queue.access a using pg_roles r where r.rolname = a.role and not queue._has_usage(r.oid);
   end if;
-  perform queue._revoke_defaults();
+  perform queue._revoke_public(), queue._revoke_defaults();
   perform queue._regrant(x.role)
   from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
   perform queue._switch_restriction();

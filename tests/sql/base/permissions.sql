@@ -1,6 +1,6 @@
 -- Privileges: the rights of each kind of role.
 
-select plan(180);
+select plan(183);
 
 \ir permissions.helpers.psql
 
@@ -291,5 +291,21 @@ select test.install_anew() \g /dev/null
 select ok(not has_table_privilege('pgdefer_tap_default', 'queue.log', 'select'), 'default privileges give no right to new tables');
 alter default privileges for role :owner revoke select on tables from pgdefer_tap_default;
 drop role pgdefer_tap_default;
+
+-- A restore without privileges: PUBLIC may call every function, and only the schema is closed to it.
+create view public_may_call as
+select p.oid::regprocedure from pg_proc p
+cross join lateral aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) a
+where p.pronamespace = 'queue'::regnamespace and a.grantee = 0;
+create role pgdefer_tap_restored;
+grant execute on all routines in schema queue to public;
+select queue.install() \g /dev/null
+select is_empty('select * from public_may_call', 'install leaves PUBLIC no function');
+grant execute on all routines in schema queue to public;
+select queue.grant_access('pgdefer_tap_restored', 'producer');
+select is(pg_temp.as_role('pgdefer_tap_restored', 'select queue.cancel(1)'), '42501', 'nor does a role get more than its kind');
+select is_empty('select * from public_may_call', 'as grant_access revokes it too');
+select queue.revoke_access('pgdefer_tap_restored');
+drop role pgdefer_tap_restored;
 
 select * from finish();
