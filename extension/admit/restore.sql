@@ -5,6 +5,7 @@
 -- Locks: if a new era is due, the admission lock, waited for: the caller holds nothing. Then the row of
 -- queue.installation, which only a transaction with queue.configure keeps locked. For why no number of an
 -- ended era is used again see _ensure_era.
+-- Raises: 55000 while the tables are being restored.
 create or replace function queue._check_era()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -13,6 +14,7 @@ begin
   if queue._is_era(v_era) then
     return;
   end if;
+  perform queue._check_restored();
   perform queue._lock_admission(true);
   if queue._is_era(v_era) then
     return;  -- another session has begun it meanwhile

@@ -106,13 +106,14 @@ end $$;
 
 -- Checks the versions when a worker registers: its own, and that of the tables, must be compatible with the
 -- code.
--- Raises: QJ090.
+-- Raises: QJ090, 55000.
 create or replace function queue._check_versions(p_client text)
 returns void language plpgsql stable parallel safe security invoker as $$
 declare
   v_tables text := queue._tables_version();
 begin
   if not queue._fits(v_tables) then
+    perform queue._check_restored();
     perform queue._incompatible('the tables and the code of the queue are incompatible', v_tables);
   elsif p_client ~ '^pgdefer [0-9]+[.][0-9]+' and not queue._fits(substr(p_client, 9)) then
     raise exception using errcode = 'QJ090', message = 'client and schema are incompatible',

@@ -6,7 +6,7 @@
 -- version. It waits for these for 100 ms at a time, so that defer waits behind it no longer than that, and a
 -- hundred times. It does not build a missing large index, but warns of it.
 -- Raises: QJ090 if there is no step from the version of the tables, or there are no tables; 55P03 if a
--- transaction that has used the tables stays open too long.
+-- transaction that has used the tables stays open too long; 55000 while they are being restored.
 create or replace function queue.migrate()
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -16,6 +16,7 @@ declare
   v_timeout text := current_setting('lock_timeout');
 begin
   {{installed}}
+  perform queue._check_restored();
   if to_regclass('queue.access') is not null then
     lock table queue.access in share row exclusive mode;
   end if;
@@ -99,6 +100,33 @@ begin
     left join pg_index x on x.indexrelid = to_regclass('queue.' || p.parts[1])
     where x.indisvalid is not true and t.id is not null
       and v.n < array_position(queue._versions(), queue._tables_version());
+end $$;
+
+-- The tables that are still being restored, or that a failed restore has left so: pg_restore, and the script
+-- of pg_dump, add a table's primary key after its rows. NULL: none.
+create or replace function queue._unrestored()
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select string_agg(c.relname, ', ' order by c.relname)
+    from pg_class c
+    where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
+      and c.relname = any (queue._own_relations())
+      and not exists (select from pg_index x where x.indrelid = c.oid and x.indisprimary));
+end $$;
+
+-- For whoever comes first to a database: a worker that comes while a dump is being restored would run jobs of
+-- which parts are missing, and never admit those that come later.
+-- Raises: 55000, after which workers try again.
+create or replace function queue._check_restored()
+returns void language plpgsql stable parallel safe security invoker as $$
+declare
+  v_tables text := queue._unrestored();
+begin
+  if v_tables is not null then
+    raise exception using errcode = '55000', message = 'the queue is not restored completely',
+      detail = 'tables without their primary key: ' || v_tables, hint = {{wait_for_restore}};
+  end if;
 end $$;
 
 -- Raises: QJ090, always.

@@ -40,18 +40,21 @@ begin
     select h.name, h.status, h.detail, h.fix from queue._health_of_server(p_now) h;
 end $$;
 
--- Checks whether the code fits the tables.
+-- Checks whether the code fits the tables, and these have been restored completely.
 create or replace function queue._health_of_version()
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 1 as $$
 declare
   v_facts record;
+  v_unrestored text := queue._unrestored();
 begin
   name := 'version';
   select t.code, t.tables into v_facts from queue.version() t;
-  status := case when v_facts.code = v_facts.tables then 'ok' else 'fail' end;
-  detail := format('code %s, tables %s', v_facts.code, coalesce(v_facts.tables, 'without their rows'));
-  fix := case when v_facts.code is distinct from v_facts.tables then queue._how_to_fit(v_facts.tables) end;
+  status := case when v_facts.code = v_facts.tables and v_unrestored is null then 'ok' else 'fail' end;
+  detail := format('code %s, tables %s', v_facts.code, coalesce(v_facts.tables, 'without their rows'))
+    || coalesce('; without their primary key: ' || v_unrestored, '');
+  fix := case when v_unrestored is not null then {{wait_for_restore}}
+    when v_facts.code is distinct from v_facts.tables then queue._how_to_fit(v_facts.tables) end;
   return next;
 end $$;
 

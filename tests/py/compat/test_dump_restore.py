@@ -14,7 +14,7 @@ import pytest
 
 from pgdefer.database.embedded import EmbeddedServer, sql_folder, temporary_server
 from releases import catalog, difference
-from support import ROOT, create_database, install_as, open_folder, server_program
+from support import ROOT, create_database, install_as, open_folder, refused, server_program
 
 pytestmark = pytest.mark.long
 
@@ -338,6 +338,71 @@ def test_round_trip(
             connection.execute(f"drop database {name} with (force)".encode())
             for role in ROLES:
                 connection.execute(f"drop owned by {role}".encode())
+
+
+def test_without_owners_and_privileges(
+    server: EmbeddedServer, blank_dsn: str, scratch: Path
+) -> None:
+    """Whoever restores owns the queue, and install gives each role its own rights, and no more."""
+    dump, restore = (server_program(server, name) for name in ("pg_dump", "pg_restore"))
+    if dump is None or restore is None:
+        pytest.skip("pg_dump or pg_restore is missing")
+    make_roles(server)
+    path = scratch / "dump"
+    with psycopg.connect(blank_dsn, autocommit=True) as connection:
+        install_as(connection, "plain")
+        grant(connection)
+        fill(connection)
+        before = look(connection)
+    run([dump, "-d", blank_dsn, "-Fc", "-f", path])
+    name = "restored_bare"
+    create_database(server, name, "template0")
+    target = server.dsn(name)
+    try:
+        run([restore, "--exit-on-error", "--no-owner", "--no-privileges", "-d", target, path])
+        with psycopg.connect(target, autocommit=True) as connection:
+            connection.execute("select queue.install()")
+            compare(before, look(connection))
+            connection.execute("set role dumped_producer")
+            assert refused(connection, "select queue.defer(%s)", "t") == "accepted"
+            assert refused(connection, "select queue.uninstall(true)") == "42501"
+    finally:
+        with psycopg.connect(server.dsn("postgres"), autocommit=True) as connection:
+            connection.execute(f"drop database {name} with (force)".encode())
+
+
+def test_a_worker_comes_during_a_restore(older: EmbeddedServer, scratch: Path) -> None:
+    """It is refused until the restore has ended. Else it would begin to number transactions anew,
+    and jobs that were restored later would never run."""
+    programs = older
+    dump, restore = (server_program(programs, name) for name in ("pg_dump", "pg_restore"))
+    if dump is None or restore is None:
+        pytest.skip("pg_dump or pg_restore is missing")
+    path, order = scratch / "dump", scratch / "order"
+    make_roles(older)
+    create_database(older, "early_source")
+    with psycopg.connect(older.dsn("early_source"), autocommit=True) as connection:
+        install_as(connection, "plain")
+        fill(connection)
+    run([dump, "-d", older.dsn("early_source"), "-Fc", "-f", path])
+    with temporary_server(older.bin_dir) as server:
+        target = server.dsn("postgres")
+        run([restore, "--exit-on-error", "--section=pre-data", "-d", target, path])
+        data = [
+            line
+            for line in run([restore, "-l", path]).stdout.splitlines()
+            if " TABLE DATA " in line or " SEQUENCE SET " in line
+        ]
+        places = [n for n, line in enumerate(data) if " TABLE DATA queue log " in line]
+        for part in (data[: places[0]], data[places[0] :]):
+            order.write_text("\n".join(part))
+            run([restore, "--exit-on-error", "-L", order, "-d", target, path])
+            with psycopg.connect(target, autocommit=True) as connection:
+                assert refused(connection, "select queue.register_worker('w')") == "55000"
+                assert refused(connection, "select queue.tick()") == "55000"
+        run([restore, "--exit-on-error", "--section=post-data", "-d", target, path])
+        with psycopg.connect(target, autocommit=True) as connection:
+            carry_on(connection)
 
 
 def test_without_data(server: EmbeddedServer, blank_dsn: str, form: str) -> None:

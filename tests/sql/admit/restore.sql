@@ -1,6 +1,6 @@
 -- The restore guard: the stored transaction ids may lie ahead of the cluster, far behind it, or mean nothing.
 
-select plan(23);
+select plan(33);
 
 set pgdefer.notify = off;
 
@@ -174,6 +174,23 @@ select set_eq('select c.problem, c.detail from queue.check() c', $$values ('not 
 select queue._repair_cursor();
 select is(pg_temp.run(), 'f passed', 'tick repairs it from time to time');
 select is_empty('select * from queue.check()', 'every invariant holds');
+
+-- A restore that has not ended: it adds primary keys last. Whoever comes first is refused, and nothing changes.
+begin;
+alter table queue.log drop constraint log_pkey;
+update queue.installation set system_identifier = 1;
+reset pgdefer.era;
+select is(test.refusal(call), '55000', call)
+from (values ('select queue.register_worker(''early'')'), ('select queue.tick()'), ('select queue.reap()'), (format('select queue.fetch(%s)', :worker)),
+             ('select queue.install()')) v (call);
+select is((select h.status || ': ' || h.detail from queue.health() h where h.name = 'version'),
+  (select format('fail: code %s, tables %s; without their primary key: log', v.code, v.tables) from queue.version() v), 'health says so');
+select is((select i.system_identifier from queue.installation i), 1::bigint, 'the next may begin the era');
+delete from queue.installation;
+select is(test.refusal($$select queue.register_worker('early')$$), '55000', 'also while the row is missing that holds the version');
+select is(test.refusal('select queue.install()'), '55000', 'which install does not make');
+rollback;
+select lives_ok($$select queue.register_worker('in time')$$, 'with its keys it is complete');
 
 -- Jobs that ran before are still running, with a worker from before, until they are reaped
 select is((select count(*) from queue.jobs j where j.task like '_ running' and j.state = 'running'), 5::bigint, 'claims last');
