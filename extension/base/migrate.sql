@@ -16,7 +16,7 @@ declare
   v_timeout text := current_setting('lock_timeout');
 begin
   {{installed}}
-  perform queue._check_restored();
+  perform queue._check_restored(false);  -- a subscriber migrates before its publisher
   if to_regclass('queue.access') is not null then
     lock table queue.access in share row exclusive mode;
   end if;
@@ -102,30 +102,44 @@ begin
       and v.n < array_position(queue._versions(), queue._tables_version());
 end $$;
 
--- The tables that are still being restored, or that a failed restore has left so: pg_restore, and the script
--- of pg_dump, add a table's primary key after its rows. NULL: none.
-create or replace function queue._unrestored()
-returns text language plpgsql stable parallel safe security invoker as $$
+-- What says that others still fill the tables, and what to do; NULL: nothing. pg_restore, and the script of
+-- pg_dump, add a table's primary key after its rows; a subscription (p_also_subscribed) brings the publisher's.
+create or replace function queue._unrestored(p_also_subscribed boolean, out what text, out fix text)
+language plpgsql stable parallel safe security invoker as $$
 begin
-  return (
-    select string_agg(c.relname, ', ' order by c.relname)
-    from pg_class c
-    where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
-      and c.relname = any (queue._own_relations())
-      and not exists (select from pg_index x where x.indrelid = c.oid and x.indisprimary));
+  select 'tables without their primary key: ' || string_agg(c.relname, ', ' order by c.relname),
+    'Wait until the restore has ended. If it failed, drop the database, and restore it in one transaction'
+    ' (pg_restore --single-transaction).'
+  into what, fix
+  from pg_class c
+  where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
+    and c.relname = any (queue._own_relations())
+    and not exists (select from pg_index x where x.indrelid = c.oid and x.indisprimary)
+  having count(*) > 0;
+  if what is null and p_also_subscribed then
+    select format('subscription %I fills the tables', s.subname), 'Use the publisher. To move here, stop its'
+      ' workers and producers, and drop the subscription when it has brought everything.'
+    into what, fix
+    from pg_subscription_rel r
+    join pg_subscription s on s.oid = r.srsubid and s.subenabled
+    where r.srrelid = any (array(
+      select c.oid from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
+        and c.relname = any (queue._own_relations())))
+    limit 1;
+  end if;
 end $$;
 
 -- For whoever comes first to a database: a worker that comes while a dump is being restored would run jobs of
--- which parts are missing, and never admit those that come later.
+-- which parts are missing, and never admit those that come later; one of a subscriber those of the publisher.
 -- Raises: 55000, after which workers try again.
-create or replace function queue._check_restored()
+create or replace function queue._check_restored(p_also_subscribed boolean default true)
 returns void language plpgsql stable parallel safe security invoker as $$
 declare
-  v_tables text := queue._unrestored();
+  v_unrestored record := queue._unrestored(p_also_subscribed);
 begin
-  if v_tables is not null then
+  if v_unrestored.what is not null then
     raise exception using errcode = '55000', message = 'the queue is not restored completely',
-      detail = 'tables without their primary key: ' || v_tables, hint = {{wait_for_restore}};
+      detail = v_unrestored.what, hint = v_unrestored.fix;
   end if;
 end $$;
 

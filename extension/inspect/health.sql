@@ -40,20 +40,20 @@ begin
     select h.name, h.status, h.detail, h.fix from queue._health_of_server(p_now) h;
 end $$;
 
--- Checks whether the code fits the tables, and these have been restored completely.
+-- Checks whether the code fits the tables, and nobody else fills these.
 create or replace function queue._health_of_version()
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 1 as $$
 declare
   v_facts record;
-  v_unrestored text := queue._unrestored();
+  v_unrestored record := queue._unrestored(true);
 begin
   name := 'version';
   select t.code, t.tables into v_facts from queue.version() t;
-  status := case when v_facts.code = v_facts.tables and v_unrestored is null then 'ok' else 'fail' end;
+  status := case when v_facts.code = v_facts.tables and v_unrestored.what is null then 'ok' else 'fail' end;
   detail := format('code %s, tables %s', v_facts.code, coalesce(v_facts.tables, 'without their rows'))
-    || coalesce('; without their primary key: ' || v_unrestored, '');
-  fix := case when v_unrestored is not null then {{wait_for_restore}}
+    || coalesce('; ' || v_unrestored.what, '');
+  fix := case when v_unrestored.what is not null then v_unrestored.fix
     when v_facts.code is distinct from v_facts.tables then queue._how_to_fit(v_facts.tables) end;
   return next;
 end $$;

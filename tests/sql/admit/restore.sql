@@ -184,7 +184,7 @@ select is(test.refusal(call), '55000', call)
 from (values ('select queue.register_worker(''early'')'), ('select queue.tick()'), ('select queue.reap()'), (format('select queue.fetch(%s)', :worker)),
              ('select queue.install()')) v (call);
 select is((select h.status || ': ' || h.detail from queue.health() h where h.name = 'version'),
-  (select format('fail: code %s, tables %s; without their primary key: log', v.code, v.tables) from queue.version() v), 'health says so');
+  (select format('fail: code %s, tables %s; tables without their primary key: log', v.code, v.tables) from queue.version() v), 'health says so');
 select is((select i.system_identifier from queue.installation i), 1::bigint, 'the next may begin the era');
 delete from queue.installation;
 select is(test.refusal($$select queue.register_worker('early')$$), '55000', 'also while the row is missing that holds the version');
