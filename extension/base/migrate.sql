@@ -103,7 +103,8 @@ begin
 end $$;
 
 -- What says that others still fill the tables, and what to do; NULL: nothing. pg_restore, and the script of
--- pg_dump, add a table's primary key after its rows; a subscription (p_also_subscribed) brings the publisher's.
+-- pg_dump, add a table's primary key after its rows; a subscription (p_also_subscribed) brings rows of its
+-- publisher.
 create or replace function queue._unrestored(p_also_subscribed boolean, out what text, out fix text)
 language plpgsql stable parallel safe security invoker as $$
 begin
