@@ -1,23 +1,30 @@
 -- Installing: the extension contains only code; the tables are ordinary objects, which install() creates.
 
--- Locks: if there are tables, as migrate. Else only the owner's sessions can hold it up: the first table,
+-- Locks: if there are tables, as migrate; of tables that were restored from another encoding, exclusive ones
+-- (_require_utf8). Else only the owner's sessions can hold it up: the first table,
 -- whose name both want, makes it wait for another installer, and it then finds the tables.
 create or replace function queue.install()
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
+declare
+  v_version text;
 begin
   if to_regclass('queue.installation') is null then
     begin
       perform queue._create_tables();
       perform queue._set_version('@VERSION@');
-      perform queue._require_utf8() where getdatabaseencoding() = 'SQL_ASCII';
     exception when duplicate_table or unique_violation then
       if to_regclass('queue.installation') is null then
         raise;
       end if;
     end;
   end if;
-  return queue.migrate();
+  v_version := queue.migrate();
+  if getdatabaseencoding() = 'SQL_ASCII' and not exists (select from pg_constraint c
+    where c.connamespace = 'queue'::regnamespace and c.conname = 'log_utf8_check') then
+    perform queue._require_utf8();
+  end if;
+  return v_version;
 end $$;
 comment on function queue.install() is
   'Creates the tables and views of the queue in schema queue, or migrates existing ones. Returns the'

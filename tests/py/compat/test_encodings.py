@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ from psycopg.rows import dict_row
 
 from pgdefer import App, Retry, RetryLater, current_job
 from pgdefer.database.embedded import EmbeddedServer
-from support import install
+from support import install, install_as, server_program
 
 pytestmark = pytest.mark.client
 
@@ -148,3 +150,27 @@ def test_bytes_that_no_worker_can_read(database: str) -> None:
     app.run_worker(drain=True)
     app.close()
     assert ran == ["é"]
+
+
+@pytest.mark.parametrize("encoding", ["SQL_ASCII"])
+def test_a_restore_from_utf8(database: str, server: EmbeddedServer, blank_dsn: str) -> None:
+    """install refuses such bytes there as well, but no job of the dump."""
+    tools = [server_program(server, name) for name in ("pg_dump", "psql")]
+    if None in tools:
+        pytest.skip("pg_dump or psql is missing")
+    dump, psql = map(str, tools)
+    with psycopg.connect(blank_dsn, autocommit=True) as connection:
+        install_as(connection, "plain")
+        connection.execute("select queue.defer('reads', '{\"text\": \"é\"}')")
+    made = subprocess.run([dump, "-d", blank_dsn], capture_output=True, check=True).stdout
+    with psycopg.connect(database, autocommit=True, client_encoding="SQL_ASCII") as connection:
+        connection.execute("drop extension if exists pgdefer")
+        connection.execute("drop schema queue cascade")
+        command = [psql, "-X", "-q", "-v", "ON_ERROR_STOP=1", "-o", os.devnull, "-d", database]
+        subprocess.run(command, input=made, check=True)
+        connection.execute("select queue.install(), queue.install()")
+        with pytest.raises(psycopg.errors.CharacterNotInRepertoire):
+            connection.execute(b"select queue.defer(E'\\xff')")
+        connection.execute("select queue.register_worker('w')")
+        claimed = "select f.task from queue.workers w, queue.fetch(w.id) f"
+        assert connection.execute(claimed.encode()).fetchall() == [(b"reads",)]
