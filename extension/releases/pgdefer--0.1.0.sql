@@ -3300,6 +3300,7 @@ begin
   values (grant_access.role,
     grant_access.kind, case when '*' = any (grant_access.queues) then null else grant_access.queues end)
   on conflict on constraint access_pkey do update set queues = excluded.queues;
+  perform queue._revoke_public();
   perform queue._regrant(grant_access.role);
   perform queue._switch_restriction();
   perform queue._audit('grant_access', jsonb_build_object('role', grant_access.role, 'kind',
@@ -3413,6 +3414,24 @@ begin
   end loop;
 end $$;
 
+-- Takes back what PUBLIC has after a restore without privileges (pg_restore --no-privileges): the right to
+-- call every function, of roles that may enter the schema.
+-- Locks: rows of pg_proc, if there is anything to revoke.
+create or replace function queue._revoke_public()
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_routines text := (
+    select string_agg(p.oid::regprocedure::text, ', ')
+    from pg_proc p
+    cross join lateral aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) a
+    where p.pronamespace = 'queue'::regnamespace and pg_get_userbyid(p.proowner) = current_user
+      and a.grantee = 0);
+begin
+  if v_routines is not null then
+    execute format('revoke all on routine %s from public cascade', v_routines);
+  end if;
+end $$;
+
 -- After the rows of a role that no longer exists were deleted: it may have another name now. So it revokes
 -- everything from roles without a row.
 -- Locks: the caller's, which are those of migrate.
@@ -3475,7 +3494,7 @@ begin
     then
     delete from queue.access a using pg_roles r where r.rolname = a.role and not queue._has_usage(r.oid);
   end if;
-  perform queue._revoke_defaults();
+  perform queue._revoke_public(), queue._revoke_defaults();
   perform queue._regrant(x.role)
   from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
   perform queue._switch_restriction();
@@ -3683,7 +3702,7 @@ end $$;
 -- version. It waits for these for 100 ms at a time, so that defer waits behind it no longer than that, and a
 -- hundred times. It does not build a missing large index, but warns of it.
 -- Raises: QJ090 if there is no step from the version of the tables, or there are no tables; 55P03 if a
--- transaction that has used the tables stays open too long.
+-- transaction that has used the tables stays open too long; 55000 while they are being restored.
 create or replace function queue.migrate()
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -3693,6 +3712,7 @@ declare
   v_timeout text := current_setting('lock_timeout');
 begin
   if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
+  perform queue._check_restored(false);  -- a subscriber migrates before its publisher
   if to_regclass('queue.access') is not null then
     lock table queue.access in share row exclusive mode;
   end if;
@@ -3778,6 +3798,48 @@ begin
       and v.n < array_position(queue._versions(), queue._tables_version());
 end $$;
 
+-- What says that others still fill the tables, and what to do; NULL: nothing. pg_restore, and the script of
+-- pg_dump, add a table's primary key after its rows; a subscription (p_also_subscribed) brings rows of its
+-- publisher.
+create or replace function queue._unrestored(p_also_subscribed boolean, out what text, out fix text)
+language plpgsql stable parallel safe security invoker as $$
+begin
+  select 'tables without their primary key: ' || string_agg(c.relname, ', ' order by c.relname),
+    'Wait until the restore has ended. If it failed, drop the database, and restore it in one transaction'
+    ' (pg_restore --single-transaction).'
+  into what, fix
+  from pg_class c
+  where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
+    and c.relname = any (queue._own_relations())
+    and not exists (select from pg_index x where x.indrelid = c.oid and x.indisprimary)
+  having count(*) > 0;
+  if what is null and p_also_subscribed then
+    select format('subscription %I fills the tables', s.subname), 'Use the publisher. To move here, stop its'
+      ' workers and producers, and drop the subscription when it has brought everything.'
+    into what, fix
+    from pg_subscription_rel r
+    join pg_subscription s on s.oid = r.srsubid and s.subenabled
+    where r.srrelid = any (array(
+      select c.oid from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
+        and c.relname = any (queue._own_relations())))
+    limit 1;
+  end if;
+end $$;
+
+-- For whoever comes first to a database: a worker that comes while a dump is being restored would run jobs of
+-- which parts are missing, and never admit those that come later; one of a subscriber those of the publisher.
+-- Raises: 55000, after which workers try again.
+create or replace function queue._check_restored(p_also_subscribed boolean default true)
+returns void language plpgsql stable parallel safe security invoker as $$
+declare
+  v_unrestored record := queue._unrestored(p_also_subscribed);
+begin
+  if v_unrestored.what is not null then
+    raise exception using errcode = '55000', message = 'the queue is not restored completely',
+      detail = v_unrestored.what, hint = v_unrestored.fix;
+  end if;
+end $$;
+
 -- Raises: QJ090, always.
 create or replace function queue._incompatible(message text, tables text)
 returns void language plpgsql stable parallel safe security invoker as $$
@@ -3853,24 +3915,31 @@ end $$;
 -- base/install.sql
 -- Installing: the extension contains only code; the tables are ordinary objects, which install() creates.
 
--- Locks: if there are tables, as migrate. Else only the owner's sessions can hold it up: the first table,
+-- Locks: if there are tables, as migrate; of tables that were restored from another encoding, exclusive ones
+-- (_require_utf8). Else only the owner's sessions can hold it up: the first table,
 -- whose name both want, makes it wait for another installer, and it then finds the tables.
 create or replace function queue.install()
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
+declare
+  v_version text;
 begin
   if to_regclass('queue.installation') is null then
     begin
       perform queue._create_tables();
       perform queue._set_version('0.1.0');
-      perform queue._require_utf8() where getdatabaseencoding() = 'SQL_ASCII';
     exception when duplicate_table or unique_violation then
       if to_regclass('queue.installation') is null then
         raise;
       end if;
     end;
   end if;
-  return queue.migrate();
+  v_version := queue.migrate();
+  if getdatabaseencoding() = 'SQL_ASCII' and not exists (select from pg_constraint c
+    where c.connamespace = 'queue'::regnamespace and c.conname = 'log_utf8_check') then
+    perform queue._require_utf8();
+  end if;
+  return v_version;
 end $$;
 comment on function queue.install() is
   'Creates the tables and views of the queue in schema queue, or migrates existing ones. Returns the'
@@ -3959,13 +4028,14 @@ end $$;
 
 -- Checks the versions when a worker registers: its own, and that of the tables, must be compatible with the
 -- code.
--- Raises: QJ090.
+-- Raises: QJ090, 55000.
 create or replace function queue._check_versions(p_client text)
 returns void language plpgsql stable parallel safe security invoker as $$
 declare
   v_tables text := queue._tables_version();
 begin
   if not queue._fits(v_tables) then
+    perform queue._check_restored();
     perform queue._incompatible('the tables and the code of the queue are incompatible', v_tables);
   elsif p_client ~ '^pgdefer [0-9]+[.][0-9]+' and not queue._fits(substr(p_client, 9)) then
     raise exception using errcode = 'QJ090', message = 'client and schema are incompatible',
@@ -12086,6 +12156,7 @@ end $$;
 -- Locks: if a new era is due, the admission lock, waited for: the caller holds nothing. Then the row of
 -- queue.installation, which only a transaction with queue.configure keeps locked. For why no number of an
 -- ended era is used again see _ensure_era.
+-- Raises: 55000 while the tables are being restored.
 create or replace function queue._check_era()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -12094,6 +12165,7 @@ begin
   if queue._is_era(v_era) then
     return;
   end if;
+  perform queue._check_restored();
   perform queue._lock_admission(true);
   if queue._is_era(v_era) then
     return;  -- another session has begun it meanwhile
@@ -13798,7 +13870,7 @@ comment on function queue.succeed(bigint, bigint, jsonb) is
     ' sorts them; any other order could deadlock with operators. queue.configure limits the size of results'
     ' (22023).';
 
--- Raises: 22023, QJ001, QJ002, QJ008.
+-- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ008.
 create or replace function queue.fail(id bigint, claim bigint, error text, details jsonb default null,
   options jsonb default null)
 returns text language plpgsql volatile parallel unsafe security definer
@@ -13831,7 +13903,7 @@ comment on function queue.fail(bigint, bigint, text, jsonb, jsonb) is
     ' reason (stored with a failed job), outcome (timed_out, if the worker ended the attempt for that). For'
     ' several in one transaction see succeed.';
 
--- Raises: 22023, QJ001, QJ002, QJ005, QJ008.
+-- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ005, QJ008.
 create or replace function queue.retry_later(id bigint, claim bigint, at timestamptz default null,
   needs bigint[] default '{}', message text default null)
 returns text language plpgsql volatile parallel unsafe security definer
@@ -13859,7 +13931,7 @@ comment on function queue.retry_later(bigint, bigint, timestamptz, bigint[], tex
     ' (NULL: without waiting for any needs). This is not a failure, but a job with more than max_progress'
     ' yields fails. Returns the new state.';
 
--- Raises: QJ001, QJ002, QJ008.
+-- Locks: see the top. Raises: QJ001, QJ002, QJ008.
 create or replace function queue.release(id bigint, claim bigint)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
@@ -22766,18 +22838,21 @@ begin
     select h.name, h.status, h.detail, h.fix from queue._health_of_server(p_now) h;
 end $$;
 
--- Checks whether the code fits the tables.
+-- Checks whether the code fits the tables, and nobody else fills these.
 create or replace function queue._health_of_version()
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 1 as $$
 declare
   v_facts record;
+  v_unrestored record := queue._unrestored(true);
 begin
   name := 'version';
   select t.code, t.tables into v_facts from queue.version() t;
-  status := case when v_facts.code = v_facts.tables then 'ok' else 'fail' end;
-  detail := format('code %s, tables %s', v_facts.code, coalesce(v_facts.tables, 'without their rows'));
-  fix := case when v_facts.code is distinct from v_facts.tables then queue._how_to_fit(v_facts.tables) end;
+  status := case when v_facts.code = v_facts.tables and v_unrestored.what is null then 'ok' else 'fail' end;
+  detail := format('code %s, tables %s', v_facts.code, coalesce(v_facts.tables, 'without their rows'))
+    || coalesce('; ' || v_unrestored.what, '');
+  fix := case when v_unrestored.what is not null then v_unrestored.fix
+    when v_facts.code is distinct from v_facts.tables then queue._how_to_fit(v_facts.tables) end;
   return next;
 end $$;
 
