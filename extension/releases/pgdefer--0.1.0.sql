@@ -4473,12 +4473,13 @@ end $$;
 create or replace function queue._nested(what text, object jsonb, known text[])
 returns jsonb language plpgsql immutable parallel safe security invoker as $$
 declare
-  v_flat constant jsonb := queue._flat(what, object);
+  v_flat jsonb;
 begin
-  perform queue._check_keys(what, v_flat, known || queue._option_keys());
-  if v_flat - known = '{}' then
-    return v_flat;
+  if jsonb_typeof(object) = 'object' and object - known - 'options' = '{}' then
+    return object;
   end if;
+  v_flat := queue._flat(what, object);
+  perform queue._check_keys(what, v_flat, known || queue._option_keys());
   return v_flat - queue._option_keys() || jsonb_build_object('options', v_flat - known);
 end $$;
 
