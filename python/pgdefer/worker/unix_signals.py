@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import queue
 import signal
@@ -15,10 +16,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
+from pgdefer._text import logger
 from pgdefer.database.own_threads import has_running_loop, in_own_thread
 from pgdefer.worker.state import GRACE
 
 __all__ = ["not_ignored", "run_until_signal", "signals"]
+
+log = logger("pgdefer.worker")
 
 # The signals that stop a worker. SIGHUP: its terminal closes. It may be ignored, as by nohup.
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
@@ -62,12 +66,31 @@ def run_until_signal(run: _Run, on_left: Callable[[int], object]) -> None:
         await run(handle_signals=True)
 
     try:
-        runner.run(work())
+        _run(runner, work(), workers)
     finally:
         if left := runner.run(_end(filter(None, workers), threads)):
             on_left(left)
         else:
             runner.close()
+
+
+def _run(
+    runner: asyncio.Runner, work: Coroutine[Any, Any, None], workers: list[asyncio.Task[Any] | None]
+) -> None:
+    """Run a worker to its end, also if a task that a handler has started interrupts the loop."""
+    loop = runner.get_loop()
+    run: Callable[[], None] = functools.partial(runner.run, work)
+    while True:
+        try:
+            return run()
+        except (SystemExit, KeyboardInterrupt) as error:
+            worker = workers[0] if workers else None
+            # Where the loop handles signals, none of them raises anything.
+            if worker is None or worker.done() or loop not in _handling:
+                raise
+            said = "a task that a handler has started raised %s, which ends only that task"
+            log.error(said, type(error).__name__, exc_info=error)
+            run = functools.partial(loop.run_until_complete, worker)
 
 
 async def _end(workers: Iterator[asyncio.Task[Any]], threads: ThreadPoolExecutor) -> int:

@@ -131,6 +131,34 @@ def test_the_handlers_of_the_program_for_signals_are_put_back(app: App) -> None:
             signal.signal(number, handler)
 
 
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
+def test_a_task_beside_a_handler_does_not_end_the_worker(
+    app: App, jobs: Jobs, caplog: pytest.LogCaptureFixture, kind: type[BaseException]
+) -> None:
+    async def leave() -> None:
+        raise kind(3)
+
+    @app.task(name="waits")
+    async def waits() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(leave())
+
+    @app.task(name="goes on")
+    async def goes_on() -> str:
+        beside = asyncio.create_task(leave())
+        await asyncio.wait([beside])
+        return repr(beside.exception())
+
+    app.defer("waits")
+    app.defer("goes on")
+    app.run_worker(drain=True)
+    assert [(row["state"], row["error"], row["result"]) for row in jobs()] == [
+        ("failed", f"{kind.__name__}: 3", None),
+        ("succeeded", None, f"{kind.__name__}(3)"),
+    ]
+    assert caplog.text.count("a task that a handler has started raised") == 2
+
+
 def start(folder: Path, dsn: str, *options: str) -> subprocess.Popen[str]:
     """Run `pgdefer worker`."""
     (folder / "mod.py").write_text(MODULE.format(dsn=dsn))
