@@ -112,7 +112,8 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
         self.__name__ = getattr(function, "__name__", name)
         self.__module__ = function.__module__
         self.__wrapped__ = function
-        _tasks[self.module, name] = self
+        #: Which one it is of the tasks that its module has under its name, in several Apps.
+        self.place = _add(self, (self.module, name))
 
     def __repr__(self) -> str:
         return f"<task {self.name}>"
@@ -166,15 +167,26 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
         return await self.configure(connection=connection).defer_async(*args, **kwargs)
 
 
-_tasks: weakref.WeakValueDictionary[tuple[str, str], Task[..., Any]] = weakref.WeakValueDictionary()
+# The tasks of each module by name, in the order of their definition: Apps may use one name.
+_tasks: dict[tuple[str, str], list[weakref.ref[Task[..., Any]]]] = {}
 
 
-def find_task(module: str, name: str) -> Task[..., Any]:
-    """Return a task that an imported module defines. Raises UnknownTask."""
-    try:
-        return _tasks[module, name]
-    except KeyError:
-        raise UnknownTask(f"importing {module} defines no task {name!r}") from None
+def _add(task: Task[..., Any], key: tuple[str, str]) -> int:
+    """Add a task to those of its module and name that still exist; return its place there."""
+    others = [one for one in _tasks.get(key, ()) if one() is not None]
+    _tasks[key] = [*others, weakref.ref(task)]
+    return len(others)
+
+
+def find_task(module: str, name: str, place: int = 0) -> Task[..., Any]:
+    """Return a task that an imported module defines; the last one if they are fewer.
+
+    Raises UnknownTask.
+    """
+    found = [task for one in _tasks.get((module, name), ()) if (task := one()) is not None]
+    if not found:
+        raise UnknownTask(f"importing {module} defines no task {name!r}")
+    return found[min(place, len(found) - 1)]
 
 
 class SyncTask(Task[P, R]):

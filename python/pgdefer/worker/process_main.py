@@ -163,7 +163,7 @@ def main(connection: Connection, dsn: str) -> None:
     log_buffer = _LogBuffer()
     inbox = _Inbox(connection)
     threading.Thread(target=inbox.read, name="pgdefer-inbox", daemon=True).start()
-    tasks: dict[tuple[str, str], tuple[Task[..., Any], SyncPool]] = {}
+    tasks: dict[tuple[str, str, int], tuple[Task[..., Any], SyncPool]] = {}
     failed: dict[str, Exception] = {}
     for received in inbox.jobs():
         if isinstance(received, Prepare):
@@ -173,20 +173,20 @@ def main(connection: Connection, dsn: str) -> None:
                 failed[received.module] = error  # which is told of the job
             inbox.end(Prepared())
             continue
-        module, name, row = received
+        wanted, row = received
         try:
-            if module in failed:
-                raise failed[module]
-            if (module, name) not in tasks:
-                task = find_task(module, name)
+            if wanted[0] in failed:
+                raise failed[wanted[0]]
+            if wanted not in tasks:
+                task = find_task(*wanted)
                 task.client.move(dsn)
-                tasks[module, name] = task, SyncPool(task.client.source)
+                tasks[wanted] = task, SyncPool(task.client.source)
         except Exception as error:
             nobody = JobContext(cast("Client", None), row)
             outcome: str | Settled | None = ending.outcome_of(nobody, None, error)
             inbox.end(Result(outcome, may_go_on=False, logged=log_buffer.take()))
             continue
-        task, pool = tasks[module, name]
+        task, pool = tasks[wanted]
         job = JobContext(task.client, row)
         inbox.begin(job)
         outcome = contextvars.copy_context().run(handler.run, job, task, pool, None)

@@ -256,7 +256,7 @@ class ChildProcess:
         """Send a job; return whether the process has taken it."""
         self.has_job = True
         with self._lock, contextlib.suppress(OSError):
-            self._connection.send((task.module, task.name, job._row))
+            self._connection.send(((task.module, task.name, task.place), job._row))
         if job._abort_reason is not None:
             self.tell(process_main.AbortRequest(job.claim, job._abort_reason))
         while not self._poll(1.0):

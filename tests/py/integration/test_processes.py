@@ -635,3 +635,35 @@ def test_idle_processes_end_all_at_once(dsn: str, monkeypatch: pytest.MonkeyPatc
     processes.close()
     assert time.monotonic() - begun < 4 * 5.0 - 0.5
     assert [process._process.exitcode for process in idle] == [-signal.SIGKILL] * 4
+
+
+TWO_APPS = """
+from pgdefer import App
+
+former, present = App({dsn!r}), App({dsn!r})
+
+@former.task(name="greet", run_in="process")
+def greet() -> str:
+    return "from the former"
+
+@present.task(name="greet", run_in="process")
+def greet() -> str:
+    return "from the present"
+"""
+
+
+@pytest.mark.parametrize("which", ["former", "present"])
+async def test_two_apps_of_a_module_have_a_task_of_one_name(
+    dsn: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, which: str
+) -> None:
+    name = f"two_apps_{next(_numbers)}"
+    (tmp_path / f"{name}.py").write_text(TWO_APPS.format(dsn=dsn))
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    app: App = getattr(module, which)
+    async with running(app):
+        job = await app.defer_async("greet")
+        assert await job.result_async(300) == f"from the {which}"
+    module.former.close()
+    module.present.close()
+    del sys.modules[name]
