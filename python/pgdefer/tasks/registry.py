@@ -5,7 +5,9 @@ Tests: unit/test_task.py, integration/test_recurring.py.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -43,6 +45,18 @@ class DjangoTask(Protocol):
 def name_of(function: Callable[..., Any]) -> str:
     """Return a task's default name, its module and name: the same in every process."""
     return f"{module_name(function.__module__)}.{function.__qualname__}"
+
+
+def _identity(function: Callable[..., Any]) -> list[str]:
+    """Return what a function has in common with itself in a module that is loaded again.
+
+    That is its name, and those of the functions that it has from where it was defined.
+    """
+    found: list[Any] = []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # it is empty
+            found.append(cell.cell_contents)
+    return [name_of(function), *(name_of(one) for one in found if inspect.isfunction(one))]
 
 
 def module_name(module: str) -> str:
@@ -94,7 +108,12 @@ class Registry:
         names = (task.name, *task.aliases)
         for name in names:
             other = self.tasks.get(name)
-            if other is not None and name_of(other.function) != name_of(task.function):
+            if other is not None and _identity(other.function) != _identity(task.function):
+                if name_of(other.function) == name_of(task.function):
+                    raise ValueError(
+                        f"there are two tasks named {name!r}: a decorator below @app.task gives "
+                        "both functions its own name; let it use functools.wraps, or pass name=..."
+                    )
                 both = f": {other.name!r} and {task.name!r}" if other.name != task.name else ""
                 raise ValueError(
                     f"there are two tasks named {name!r}{both}; if one is a former version of the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,6 +107,29 @@ def test_names() -> None:
     assert (first.is_async, second.is_async) == (False, True)
     with pytest.raises(ValueError, match=r"two tasks named 'mail\.send'"):
         app.task(name="mail.send")(plain)
+
+
+def test_a_decorator_without_wraps_gives_its_functions_one_name() -> None:
+    app = App()
+
+    def logged(function: Callable[[], int]) -> Callable[[], int]:
+        def call() -> int:
+            return function()
+
+        return call
+
+    def one() -> int:
+        return 1
+
+    def two() -> int:
+        return 2
+
+    app.task(logged(one))
+    again = app.task(logged(one))  # as when a module is loaded again
+    assert app.tasks == {again.name: again}
+    with pytest.raises(ValueError, match=r"two tasks named .*: a decorator .* functools\.wraps"):
+        app.task(logged(two))
+    assert app.task(name="two")(logged(two))() == 2
 
 
 def test_options_of_a_task_and_of_a_job() -> None:
