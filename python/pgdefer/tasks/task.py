@@ -118,6 +118,10 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
     def __repr__(self) -> str:
         return f"<task {self.name}>"
 
+    def __reduce__(self) -> str:
+        """Have it pickled by its name, as a function is."""
+        return self.function.__qualname__
+
     def include_in(self, client: Client, namespace: str) -> None:
         """Join an App: get its middleware around the handler, and a name in a namespace."""
         self.client, self.name = client, f"{namespace}{self.name}"

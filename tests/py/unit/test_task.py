@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import datetime as dt
 import json
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -130,6 +132,17 @@ def test_a_decorator_without_wraps_gives_its_functions_one_name() -> None:
     with pytest.raises(ValueError, match=r"two tasks named .*: a decorator .* functools\.wraps"):
         app.task(logged(two))
     assert app.task(name="two")(logged(two))() == 2
+
+
+@App().task
+def doubled(n: int) -> int:
+    return 2 * n
+
+
+def test_a_task_is_pickled_by_its_name() -> None:
+    """So it may be called in a multiprocessing.Pool, as any function."""
+    assert pickle.loads(pickle.dumps(doubled)) is doubled
+    assert copy.deepcopy([doubled]) == [doubled]
 
 
 def test_options_of_a_task_and_of_a_job() -> None:
