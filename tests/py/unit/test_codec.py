@@ -182,6 +182,17 @@ def test_subclasses_are_not_silently_changed(value: Any) -> None:
         Codec().dumps(value)
 
 
+def test_times_of_a_clock_that_freezegun_has_stopped_are_times() -> None:
+    def stopped(base: type[Any]) -> type[Any]:
+        return type(f"Fake{base.__name__}", (base,), {"__module__": "freezegun.api"})
+
+    moment = stopped(dt.datetime)(2026, 1, 2, 3, tzinfo=dt.UTC)
+    day = stopped(dt.date)(2026, 1, 2)
+    assert Codec().loads(Codec().dumps([moment, day])) == [moment, dt.date(2026, 1, 2)]
+    with pytest.raises(EncodeError, match="can't be stored"):
+        Codec().dumps(type("Own", (dt.datetime,), {})(2026, 1, 2))
+
+
 def test_a_refusal_does_not_show_the_value() -> None:
     """An error goes to logs and trackers, and the value may be secret."""
 
