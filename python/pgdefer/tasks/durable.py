@@ -96,7 +96,8 @@ class DurableCalls(StepCalls):
         job has not succeeded. The step has the task's name, unless another is passed.
         """
         check_prepared([call])
-        (result,) = self.gather([call], name=call.task if name is None else name)
+        step = call.task if name is None else name
+        (result,) = self._gather([call], step, return_errors=False, count=1)
         return result
 
     def gather(
@@ -112,12 +113,27 @@ class DurableCalls(StepCalls):
         succeeded; with `return_errors` the list contains the errors, also those of results that
         can't be decoded. The job holds no slot meanwhile.
         """
+        return self._gather(calls, name, return_errors=return_errors)
+
+    def _gather(
+        self,
+        calls: Iterable[PreparedJob[Any]],
+        name: str,
+        *,
+        return_errors: bool,
+        count: int | None = None,
+    ) -> list[Any]:
+        """Gather; if the step is finished, it must have as many jobs as `count` says."""
         check_name("name, with ' ended',", f"{name} ended")
         # The wait has the number of its calls: waits beside each other begin in any order.
         taken = self.steps.take(name)
         ended = f"{name} ended{taken.removeprefix(name)}"
         with self._step(name, None, taken) as (key, value):
-            ids = ids_of(value) if key is None else self._defer(key, check_prepared(calls))
+            ids = (
+                ids_of(taken, value, count)
+                if key is None
+                else self._defer(key, check_prepared(calls))
+            )
         self._await_jobs(ended, ids)
         while (rows := self._ended(ids)) is None:
             # An operator has retried one. The name must be of no other use: it may be skipped.

@@ -95,7 +95,8 @@ class AsyncDurableCalls(AsyncStepCalls):
         job has not succeeded. The step has the task's name, unless another is passed.
         """
         check_prepared([call])
-        (result,) = await self.gather_async([call], name=call.task if name is None else name)
+        step = call.task if name is None else name
+        (result,) = await self._gather_async([call], step, return_errors=False, count=1)
         return result
 
     async def gather_async(
@@ -111,13 +112,24 @@ class AsyncDurableCalls(AsyncStepCalls):
         succeeded; with `return_errors` the list contains the errors, also those of results that
         can't be decoded. The job holds no slot meanwhile.
         """
+        return await self._gather_async(calls, name, return_errors=return_errors)
+
+    async def _gather_async(
+        self,
+        calls: Iterable[PreparedJob[Any]],
+        name: str,
+        *,
+        return_errors: bool,
+        count: int | None = None,
+    ) -> list[Any]:
+        """Gather; if the step is finished, it must have as many jobs as `count` says."""
         check_name("name, with ' ended',", f"{name} ended")
         # The wait has the number of its calls: waits beside each other begin in any order.
         taken = self.steps.take(name)
         ended = f"{name} ended{taken.removeprefix(name)}"
         async with self._step_async(name, None, taken) as (key, value):
             ids = (
-                ids_of(value)
+                ids_of(taken, value, count)
                 if key is None
                 else await self._defer_async(key, check_prepared(calls))
             )

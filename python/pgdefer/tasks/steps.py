@@ -321,8 +321,14 @@ def results_of(
     return found
 
 
-def ids_of(value: Any) -> list[int]:
-    """Return the ids that a step holds. Raises DecodeError if the value is not a list of ids."""
-    if not isinstance(value, list):
-        raise DecodeError("the step's value is not a list of job ids: it was another step")
-    return [int(id) for id in value]
+def ids_of(name: str, value: Any, count: int | None) -> list[int]:
+    """Return the ids that a step holds. Raises DecodeError if it does not hold them, or `count`."""
+    if (
+        not isinstance(value, list)
+        or not all(type(id) is int for id in value)
+        or len(value) != (len(value) if count is None else count)
+    ):
+        raise DecodeError(
+            f"the step {name!r} was another one when it finished: give this one another name"
+        )
+    return value

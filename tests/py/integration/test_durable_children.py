@@ -156,3 +156,34 @@ async def test_what_is_no_prepared_job_is_refused(app: App, is_async: bool) -> N
         "calls must be a list",
         "a call must come from task.prepare(...)",
     ]
+
+
+@pytest.mark.parametrize("value", [[1, 2], ["a"], "a"])
+async def test_a_call_under_the_name_of_another_step(
+    app: App, jobs: Jobs, is_async: bool, value: object
+) -> None:
+    @app.task(name="child")
+    async def child() -> None: ...
+
+    @app.task(name="async", retry=2)
+    async def coroutine() -> None:
+        job = current_job()
+        if job.attempt == 1:
+            await job.step_async("child", lambda: value)
+            raise OSError
+        await job.call_async(child.prepare())
+
+    @app.task(name="sync", retry=2)
+    def function() -> None:
+        job = current_job()
+        if job.attempt == 1:
+            job.step("child", lambda: value)
+            raise OSError
+        job.call(child.prepare())
+
+    async with running(app):
+        (coroutine if is_async else function).defer()
+        (row,) = await jobs.end()
+    assert row["error"] == (
+        "DecodeError: the step 'child' was another one when it finished: give this one another name"
+    )
