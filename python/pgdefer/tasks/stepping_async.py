@@ -21,7 +21,7 @@ from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN
 from pgdefer.database.source import AsyncPsycopgConnection
-from pgdefer.errors import InvalidParameter, StepFailed
+from pgdefer.errors import InvalidParameter, Naming, StepFailed
 from pgdefer.options import RetryPolicy
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.steps import (
@@ -350,13 +350,14 @@ class AsyncStepCalls:
         return {"id": self.id, "claim": self.claim, "name": key}
 
     def _finishing(self, key: str, value: Any) -> dict[str, Any]:
-        return {**self._keyed(key), "value": self._value_text(value)}
+        return {**self._keyed(key), "value": self._value_text(key, value)}
 
     def _finished(self, key: str, value: Any, fingerprint: str | None) -> str:
-        return step_json(key, self._value_text(value), fingerprint)
+        return step_json(key, self._value_text(key, value), fingerprint)
 
-    def _value_text(self, value: Any) -> str | None:
-        return None if value is None else self.client.codec.dumps(value)
+    def _value_text(self, key: str, value: Any) -> str | None:
+        with Naming(f"the value of the step {key!r}"):
+            return None if value is None else self.client.codec.dumps(value)
 
 
 async def _until_async(is_true: Callable[[], bool]) -> bool:

@@ -384,3 +384,21 @@ async def test_a_crash_loses_lazy_steps(
         del sys.modules["crashing_steps"]
     assert runs.read_text().split() == ["stored", "lazy", "lazy"]
     assert steps(conn, job.id) == {"stored": None, "lazy": None}
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+async def test_a_value_that_cannot_be_stored_names_its_step(
+    app: App, is_async: bool, is_lazy: bool
+) -> None:
+    @app.task(name="async")
+    async def coroutine() -> None:
+        await current_job().step_async("price", lazy=is_lazy)(object)()
+
+    @app.task(name="sync")
+    def function() -> None:
+        current_job().step("price", lazy=is_lazy)(object)()
+
+    async with running(app):
+        job = (coroutine if is_async else function).defer()
+        with pytest.raises(JobFailed, match="the value of the step 'price': builtins"):
+            await job.result_async(300)
