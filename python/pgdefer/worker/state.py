@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import multiprocessing
+import sys
 
 from pgdefer.errors import PgDeferError, WorkerGone
 
@@ -117,4 +118,11 @@ def check_may_run(*, has_run: bool) -> None:
             "a process that runs jobs may not start a worker",
             hint='In a module that it imports, start it below `if __name__ == "__main__":`; '
             "in a handler, start it in a process of its own.",
+        )
+    monkey = sys.modules.get("gevent.monkey")
+    if monkey is not None and monkey.is_module_patched("threading"):
+        raise PgDeferError(
+            "a worker can't run where gevent has patched threads",
+            hint="Such a program may defer jobs and read results. Start the worker in another, "
+            "which patches nothing.",
         )

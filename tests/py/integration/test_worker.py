@@ -8,9 +8,11 @@ import contextvars
 import datetime as dt
 import itertools
 import json
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -738,6 +740,19 @@ async def test_polling_where_nobody_can_be_woken(dsn: str, jobs: Jobs, conn: Con
             await task.defer_async()
             await jobs.end()
     assert listening == (0,)
+
+
+def test_a_worker_does_not_run_where_gevent_has_patched_threads(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its threads would have event loops, of which one process then has only one."""
+    patched = {"threading": False}
+    monkey = SimpleNamespace(is_module_patched=patched.get)
+    monkeypatch.setitem(sys.modules, "gevent.monkey", monkey)
+    app.run_worker(drain=True)
+    patched["threading"] = True
+    with pytest.raises(PgDeferError, match="where gevent has patched threads"):
+        app.run_worker(drain=True)
 
 
 @pytest.mark.parametrize("is_of_many", [False, True])
