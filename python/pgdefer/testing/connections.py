@@ -12,12 +12,15 @@ from typing import Any, Self, TypeVar, cast
 import psycopg
 from psycopg.pq import TransactionStatus
 
-from pgdefer.database import callers
+from pgdefer.database import callers, sql
 from pgdefer.database.callers import CallersConnection, is_sqlalchemy
+from pgdefer.database.execute import execute
+from pgdefer.database.execute_async import execute_async
 
 __all__ = [
     "AsyncOverSync",
     "at_once",
+    "awaited_driver_of",
     "check_in_transaction",
     "driver_of",
     "is_asynchronous",
@@ -57,6 +60,14 @@ def driver_of(connection: CallersConnection) -> Any:
     return callers.driver_of(found)
 
 
+async def awaited_driver_of(connection: CallersConnection) -> Any:
+    """Return psycopg's connection, as `driver_of`, also if it must be awaited."""
+    found: Any = connection
+    if is_sqlalchemy(connection, "AsyncSession", "async_scoped_session"):
+        found = await found.connection()
+    return driver_of(found)
+
+
 def check_in_transaction(connection: CallersConnection) -> None:
     """Raise ValueError if the effects of a statement would not be rolled back."""
     if (
@@ -87,7 +98,7 @@ async def savepoint(connection: CallersConnection, *, keep: bool = False) -> Asy
         try:
             yield
         except BaseException as error:
-            if not keep or _is_broken(connection):
+            if not keep or await _is_broken(connection):
                 raise
             caught = error
     if caught is not None:
@@ -101,12 +112,19 @@ def _nested(connection: Any) -> contextlib.AbstractContextManager[Any]:
     return nested
 
 
-def _is_broken(connection: CallersConnection) -> bool:
+async def _is_broken(connection: CallersConnection) -> bool:
     """Whether the transaction refuses further statements."""
     driver = driver_of(connection)
-    if not isinstance(driver, psycopg.Connection | psycopg.AsyncConnection):
+    if isinstance(driver, psycopg.Connection | psycopg.AsyncConnection):
+        return driver.info.transaction_status == TransactionStatus.INERROR
+    try:  # another driver's does not tell
+        if is_asynchronous(connection):
+            await execute_async(connection, sql.CLOCK, {})  # type: ignore[arg-type]
+        else:
+            execute(connection, sql.CLOCK, {})  # type: ignore[arg-type]
+    except Exception:
         return True
-    return driver.info.transaction_status == TransactionStatus.INERROR
+    return False
 
 
 class AsyncOverSync:

@@ -36,7 +36,7 @@ from pgdefer.tasks.task import Task
 from pgdefer.testing.connections import (
     AsyncOverSync,
     at_once,
-    driver_of,
+    awaited_driver_of,
     is_asynchronous,
     savepoint,
 )
@@ -251,7 +251,7 @@ async def _in_transaction(
     named: dict[str, Any],
 ) -> object:
     """Call a handler with psycopg's connection, and write its outcome, in one savepoint."""
-    driver = driver_of(connection)
+    driver = await awaited_driver_of(connection)
     given = driver
     if isinstance(driver, psycopg.Connection) and task.is_async:
         given = AsyncOverSync(driver)

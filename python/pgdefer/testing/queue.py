@@ -29,6 +29,7 @@ from pgdefer.testing.asking import AskingQueue
 from pgdefer.testing.connections import (
     AsyncOverSync,
     at_once,
+    awaited_driver_of,
     check_in_transaction,
     driver_of,
     is_asynchronous,
@@ -199,7 +200,7 @@ class TestQueue(StandingIn, AskingQueue):
     async def transaction_async(self) -> AsyncIterator[AsyncPsycopgConnection]:
         """Begin a nested transaction on the test's connection, in the form that coroutines need."""
         self._apart.has_transaction = True
-        driver = driver_of(self.connection)
+        driver = await awaited_driver_of(self.connection)
         if not isinstance(driver, psycopg.Connection | psycopg.AsyncConnection):
             raise self._unfit(driver)
         given: Any = AsyncOverSync(driver) if isinstance(driver, psycopg.Connection) else driver

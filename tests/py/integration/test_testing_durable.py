@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import datetime as dt
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +12,11 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import orm
+from sqlalchemy.ext import asyncio as sa_async
 
 from pgdefer import App, Retry, StepFailed, current_job
 from pgdefer.testing import TestQueue
+from support import url_of
 
 pytestmark = pytest.mark.client
 
@@ -310,3 +313,42 @@ def test_a_transactional_parent_needs_commits(shop: Shop, queue: TestQueue) -> N
     shop.app.defer("parent")
     with pytest.raises(RuntimeError, match="CommittedTestQueue"):
         queue.run()
+
+
+@pytest.mark.parametrize("kind", ["connection", "session"])
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+async def test_steps_and_sleeps_on_an_asynchronous_connection_of_sqlalchemy(
+    app: App, dsn: str, driver: str, kind: str
+) -> None:
+    steps: list[int] = []
+
+    @app.task(name="child")
+    async def child() -> str:
+        return "done"
+
+    @app.task(name="durable", retry=2)
+    async def durable() -> str:
+        job = current_job()
+        await job.step_async("once", steps.append, job.attempt)
+        await job.sleep_async("an hour", dt.timedelta(hours=1))
+        if job.attempt == 2:
+            raise ValueError("a failure keeps the steps")
+        return await job.call_async(child.prepare()) if driver == "psycopg" else "done"
+
+    engine = sa_async.create_async_engine(
+        sa.make_url(url_of(dsn)).set(drivername=f"postgresql+{driver}")
+    )
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(engine.dispose)
+        used: Any = await stack.enter_async_context(engine.connect())
+        await used.begin()
+        if kind == "session":
+            session = sa_async.AsyncSession(used, join_transaction_mode="create_savepoint")
+            used = await stack.enter_async_context(session)
+        queue = await stack.enter_async_context(TestQueue(app, used))
+        job = await durable.defer_async()
+        assert [ran.state for ran in await queue.run_async()] == ["scheduled"]
+        await queue.travel_async(hours=1)
+        await queue.run_async()
+        assert await job.result_async() == "done"
+        assert steps == [1]
