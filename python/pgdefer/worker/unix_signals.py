@@ -32,20 +32,6 @@ class _Run(Protocol):
     def __call__(self, *, handle_signals: bool) -> Coroutine[Any, Any, None]: ...
 
 
-@contextlib.contextmanager
-def _put_back() -> Iterator[None]:
-    """Put back the program's handlers of signals afterwards; only the main thread has any."""
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.getsignal(number) for number in HANDLED if is_main}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:  # it is one that Python can't name
-                signal.signal(number, handler)
-
-
-@_put_back()
 def run_until_signal(run: _Run, on_left: Callable[[int], object]) -> None:
     """Run a worker, which turns signals into stops, in an event loop of its own.
 
@@ -168,7 +154,8 @@ def signals(
 
     SIGHUP counts only as the first: where a terminal closes, both the kernel and a shell send it.
     `on_any` is called before, at once: in the midst of what blocks the loop. `on_deaf` is called in
-    a thread if the loop has not heard of a signal after a second.
+    a thread if the loop has not heard of a signal after a second. At the end the program's own
+    handlers are put back.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -187,8 +174,12 @@ def signals(
         if watch.hear() or number != signal.SIGHUP:
             handler()
 
+    before: dict[int, Any] = {}
     try:
         for number, handler in handlers.items():
+            own = signal.getsignal(number)
+            if not loop.remove_signal_handler(number):  # what the loop calls can't be put back
+                before[number] = own
             loop.add_signal_handler(number, hear, number, handler)
             # In place of asyncio's own, which does nothing: the loop hears of signals by its pipe.
             signal.signal(number, tell)
@@ -201,6 +192,8 @@ def signals(
             _handling.remove(loop)
         for number in handlers:
             loop.remove_signal_handler(number)
+            if before.get(number) is not None:  # nor what Python can't name
+                signal.signal(number, before[number])
 
 
 def not_ignored() -> list[signal.Signals]:

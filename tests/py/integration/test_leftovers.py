@@ -117,18 +117,33 @@ async def test_a_full_executor_keeps_no_stream(full: threading.Event, app: App) 
     assert not full.is_set()
 
 
-def test_the_handlers_of_the_program_for_signals_are_put_back(app: App) -> None:
+@pytest.mark.parametrize("in_own_loop", [False, True])
+def test_the_handlers_of_the_program_for_signals_are_put_back(app: App, in_own_loop: bool) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 
     def own(number: int, frame: Any) -> None: ...
 
     before = {number: signal.signal(number, own) for number in numbers}
     try:
-        app.run_worker(drain=True)
+        if in_own_loop:
+            asyncio.run(app.run_worker_async(drain=True, handle_signals=True))
+        else:
+            app.run_worker(drain=True)
         assert [signal.getsignal(number) for number in numbers] == [own] * 3
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_what_the_loop_of_the_program_calls_on_a_signal_is_forgotten(app: App) -> None:
+    """It can't be put back; without it the signal must not be ignored."""
+
+    async def main() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, int)
+        await app.run_worker_async(drain=True, handle_signals=True)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt])
