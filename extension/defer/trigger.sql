@@ -57,9 +57,9 @@ begin
   elsif cardinality(p_args) = 2 then
     begin
       v_keys := p_args[array_upper(p_args, 1)]::jsonb;
-    exception when invalid_text_representation then
+    exception when data_exception or program_limit_exceeded then
       perform queue._invalid('defer_trigger''s second argument is not JSON',
-        'Pass an object of defer''s keys.', 'trigger: ' || p_trigger);
+        'Pass an object of defer''s keys.', format('trigger: %s, error: %s', p_trigger, sqlerrm));
     end;
     v_keys := queue._nested('defer_trigger''s second argument', v_keys,
       array_remove(array_remove({{job_keys}}, 'task'), 'args'));

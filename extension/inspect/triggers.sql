@@ -28,16 +28,18 @@ declare
   v_detail text;
 begin
   for v_trigger in
-    -- an odd tgtype is for each row
+    -- an odd tgtype is for each row; 2 is BEFORE, 8 is DELETE
     select format('%I on %s', t.tgname, t.tgrelid::regclass) as name, t.tgrelid, t.tgname,
-      t.tgtype % 2 = 1 as is_row, queue._trigger_args(t.tgnargs, t.tgargs) as args
+      t.tgtype % 2 = 1 as is_row, t.tgtype & 10 = 2 as is_early,
+      queue._trigger_args(t.tgnargs, t.tgargs) as args
     from pg_trigger t
     where t.tgfoid = 'queue.defer_trigger()'::regprocedure and t.tgparentid = 0 and t.tgenabled <> 'D'
     order by 1
   loop
     begin
-      perform queue._check_trigger(v_trigger.tgrelid, v_trigger.tgname, v_trigger.is_row, v_trigger.args);
-    exception when invalid_parameter_value then
+      perform queue._check_trigger(v_trigger.tgrelid, v_trigger.tgname, v_trigger.is_row, v_trigger.is_early,
+        v_trigger.args);
+    exception when data_exception or program_limit_exceeded then
       get stacked diagnostics v_detail = pg_exception_detail;
       name := v_trigger.name;
       fault := concat_ws(', ', sqlerrm, nullif(v_detail, ''));
@@ -62,16 +64,21 @@ begin
   return v_args;
 end $$;
 
+-- p_is_early: it only sees rows whose stored generated columns are not computed yet.
 -- Raises: 22023 if defer would refuse each row of the table.
-create or replace function queue._check_trigger(p_table oid, p_name text, p_is_row boolean, p_args text[])
+create or replace function queue._check_trigger(p_table oid, p_name text, p_is_row boolean,
+  p_is_early boolean, p_args text[])
 returns void language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_given jsonb := queue._trigger_keys(p_name, p_is_row, p_args);
   v_options jsonb := queue._check_options(coalesce(nullif(v_given -> 'options', 'null'), '{}'));
-  v_all jsonb := coalesce((select t.defaults from queue.task t where t.name = p_args[1]), '{}')
-    || jsonb_strip_nulls(v_given - 'options') || v_options;
+  v_task record;
+  v_all jsonb;
+  v_keys text[];
   v_row jsonb;
 begin
+  select t.* into v_task from queue.task t where t.name = p_args[1];
+  v_all := coalesce(v_task.defaults, '{}') || jsonb_strip_nulls(v_given - 'options') || v_options;
   perform queue._check_name('task', p_args[1]);
   if v_all ->> 'queue' <> '' then
     perform queue._check_queue(v_all ->> 'queue');
@@ -82,19 +89,24 @@ begin
     perform queue._invalid('scheduled_at and delay exclude each other', 'Give one of the two.');
   end if;
   perform queue._check_moment('deadline', queue._timestamp('deadline', v_given -> 'deadline'), true);
-  perform queue._check_concurrency(v_given ->> 'concurrency_key',
-    (case when v_given ->> 'concurrency_key' <> '' then v_all else v_given end
-      ->> 'concurrency_limit')::integer,
-    v_options -> 'concurrency');
+  -- keys of the trigger replace the task's
+  v_keys := (queue._check_concurrency(v_given ->> 'concurrency_key',
+    coalesce((v_given ->> 'concurrency_limit')::integer,
+      case when v_given ->> 'concurrency_key' <> '' then v_task.limits[1] end),
+    v_options -> 'concurrency')).keys;
+  if v_given ->> 'concurrency_key' is null and not v_options ? 'concurrency' then
+    v_keys := v_task.keys;
+  end if;
   select jsonb_object_agg(a.attname, 1) into v_row
-  from pg_attribute a where a.attrelid = p_table and a.attnum > 0 and not a.attisdropped;
+  from pg_attribute a where a.attrelid = p_table and a.attnum > 0 and not a.attisdropped
+    and a.attgenerated <> 'v' and not (a.attgenerated = 's' and p_is_early);
   perform queue._fill(t.name, t.template, v_row)
   from (
     select e.key as name, e.value #>> '{}' as template
     from jsonb_each(v_all) e
-    where e.key in ('lock', 'queueing_lock', 'concurrency_key', 'share', 'idempotency_key', 'group')
+    where e.key in ('lock', 'queueing_lock', 'share', 'idempotency_key', 'group')
     union all
-    select 'concurrency', c ->> 'key' from jsonb_array_elements(v_all -> 'concurrency') c) t
+    select 'concurrency_key', k from unnest(v_keys) k) t
   where t.template <> '';
 end $$;
 

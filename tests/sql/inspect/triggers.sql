@@ -1,6 +1,6 @@
 -- check_triggers: triggers that would refuse each row, found before there is one.
 
-select plan(32);
+select plan(43);
 
 \ir health.helpers.psql
 
@@ -19,6 +19,23 @@ select lives_ok('select queue.check_triggers()', 'good ones');
 select lives_ok($$insert into public.customer values (1, 'Ann')$$, 'which take a row');
 select is((select count(*)::integer from queue.jobs j), 5, 'and defer');
 
+-- A task's keys count only where the trigger gives none
+select queue.register_task('none', '{"concurrency": null}'), queue.register_task('keyed', '{"concurrency_key": "{nmae}", "concurrency_limit": 3}'),
+  queue.register_task('listed', '{"concurrency": [{"key": "{nmae}", "limit": 3}]}') \g /dev/null
+create function pg_temp.accepted(task text, keys text) returns text[] language plpgsql as $$
+declare
+  v_checked text;
+  v_first_row text;
+begin
+  execute format('create trigger accepted after insert on public.customer for each row execute function queue.defer_trigger(%L, %L)', task, keys);
+  v_checked := test.refusal('select queue.check_triggers()');
+  v_first_row := test.refusal(format('insert into public.customer values (2, %L)', accepted.task || accepted.keys));
+  drop trigger accepted on public.customer;
+  return array[v_checked, v_first_row];
+end $$;
+select is(pg_temp.accepted(v.task, v.keys), '{accepted,accepted}', format('%s with %s', v.task, v.keys))
+from (values ('none', '{}'), ('listed', '{"concurrency_key": "{id}"}'), ('keyed', '{"concurrency": [{"key": "k", "limit": 1}]}'), ('listed', '{"concurrency_key": ""}')) v (task, keys);
+
 -- Each fault is one that the first row meets
 create function pg_temp.faults(level text, arguments text) returns text[] language plpgsql as $$
 declare
@@ -31,13 +48,23 @@ begin
   drop trigger "Bad One" on public.customer;
   return array[v_checked, v_first_row];
 end $$;
-select is(pg_temp.faults(v.level, v.arguments), '{22023,22023}', format('for each %s with %s', v.level, v.arguments))
+select is(pg_temp.faults(v.level, v.arguments), '{22023,22023}', format('for each %s with %s', v.level, left(v.arguments, 100)))
 from (values ('statement', '''t'''), ('row', ''), ('row', ''''''), ('row', '''t'', ''{}'', ''x'''), ('row', '''t'', ''{'''), ('row', '''t'', ''[]'''), ('row', '''t'', ''{"dealy": 1}'''),
   ('row', '''t'', ''{"delay": "soon"}'''), ('row', '''t'', ''{"delay": 1, "options": {"delay": 1}}'''), ('row', '''t'', ''{"options": {"queue": "q"}}'''), ('row', '''t'', ''{"queue": "x*"}'''),
   ('row', '''t'', ''{"lock": "{nmae}"}'''), ('row', '''t'', ''{"queueing_lock": "{nmae}"}'''), ('row', '''t'', ''{"share": "{nmae}"}'''), ('row', '''t'', ''{"idempotency_key": "{nmae}"}'''),
   ('row', '''t'', ''{"concurrency_key": "k"}'''), ('row', '''t'', ''{"concurrency_key": "{nmae}", "concurrency_limit": 1}'''), ('row', '''t'', ''{"concurrency": [{"key": "{nmae}", "limit": 1}]}'''),
   ('row', '''t'', ''{"priority": "x"}'''), ('row', '''t'', ''{"scheduled_at": "soon"}'''), ('row', '''t'', ''{"deadline": "soon"}'''), ('row', '''t'', ''{"scheduled_at": "2999-01-01Z", "delay": 1}'''),
-  ('row', '''t'', ''{"parent": "x"}''')) v (level, arguments);
+  ('row', '''t'', ''{"parent": "x"}'''), ('row', '''t'', ''{"lock": "\u0000"}'''), ('row', '''t'', ''{"priority": 1e999999}'''), ('row', format('''t'', ''%s''', repeat('[', 20000))),
+  ('row', '''listed'''), ('row', '''listed'', ''{"concurrency_limit": 1}''')) v (level, arguments);
+
+-- Generated columns that a trigger does not see
+create table public.made (id integer, double integer generated always as (id * 2) stored);
+create trigger made before insert on public.made for each row execute function queue.defer_trigger('t', '{"lock": "{double}"}');
+select is(test.refusal('select queue.check_triggers()') || test.refusal('insert into public.made values (1)'), '2202322023', 'a generated column before it is computed');
+drop trigger made on public.made;
+create trigger made after insert on public.made for each row execute function queue.defer_trigger('t', '{"lock": "{double}"}');
+select is(array[test.refusal('select queue.check_triggers()'), test.refusal('insert into public.made values (1)')], '{accepted,accepted}', 'not after');
+drop table public.made;
 
 -- What is said
 create trigger "Bad One" after insert on public.customer for each row execute function queue.defer_trigger('known', '{"lock": "{nmae}"}');
