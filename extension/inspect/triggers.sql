@@ -88,6 +88,9 @@ begin
   if v_given ->> 'scheduled_at' is not null and v_options ? 'delay' then
     perform queue._invalid('scheduled_at and delay exclude each other', 'Give one of the two.');
   end if;
+  if v_options ? 'unique_for' and v_all ->> 'idempotency_key' is null then
+    perform queue._invalid('unique_for needs an idempotency_key', 'Give both, or leave unique_for out.');
+  end if;
   perform queue._check_moment('deadline', queue._timestamp('deadline', v_given -> 'deadline'), true);
   -- keys of the trigger replace the task's
   v_keys := (queue._check_concurrency(v_given ->> 'concurrency_key',

@@ -1,6 +1,6 @@
 -- check_triggers: triggers that would refuse each row, found before there is one.
 
-select plan(43);
+select plan(44);
 
 \ir health.helpers.psql
 
@@ -55,7 +55,7 @@ from (values ('statement', '''t'''), ('row', ''), ('row', ''''''), ('row', '''t'
   ('row', '''t'', ''{"concurrency_key": "k"}'''), ('row', '''t'', ''{"concurrency_key": "{nmae}", "concurrency_limit": 1}'''), ('row', '''t'', ''{"concurrency": [{"key": "{nmae}", "limit": 1}]}'''),
   ('row', '''t'', ''{"priority": "x"}'''), ('row', '''t'', ''{"scheduled_at": "soon"}'''), ('row', '''t'', ''{"deadline": "soon"}'''), ('row', '''t'', ''{"scheduled_at": "2999-01-01Z", "delay": 1}'''),
   ('row', '''t'', ''{"parent": "x"}'''), ('row', '''t'', ''{"lock": "\u0000"}'''), ('row', '''t'', ''{"priority": 1e999999}'''), ('row', format('''t'', ''%s''', repeat('[', 20000))),
-  ('row', '''listed'''), ('row', '''listed'', ''{"concurrency_limit": 1}''')) v (level, arguments);
+  ('row', '''t'', ''{"unique_for": "1 day"}'''), ('row', '''listed'''), ('row', '''listed'', ''{"concurrency_limit": 1}''')) v (level, arguments);
 
 -- Generated columns that a trigger does not see
 create table public.made (id integer, double integer generated always as (id * 2) stored);
