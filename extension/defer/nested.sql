@@ -32,7 +32,7 @@ begin
     return object;
   end if;
   v_flat := queue._flat(what, object);
-  perform queue._check_keys(what, v_flat, known || queue._option_keys());
+  perform queue._check_keys(what, v_flat, known || '{options}'::text[] || queue._option_keys());
   return v_flat - queue._option_keys() || jsonb_build_object('options', v_flat - known);
 end $$;
 

@@ -2,25 +2,26 @@
 -- first meet the rows of an application.
 
 -- Raises: 22023.
-create or replace function queue.check_triggers()
+create or replace function queue.check_triggers(of_table regclass default null)
 returns void language plpgsql stable parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
   v_fault record;
 begin
   {{installed}}
-  select * into v_fault from queue._faulty_triggers() limit 1;
+  select * into v_fault from queue._faulty_triggers(check_triggers.of_table) limit 1;
   if found then
     perform queue._invalid('a trigger would refuse each row: ' || v_fault.fault,
       'Drop it, and create it with other arguments.', 'trigger: ' || v_fault.name);
   end if;
 end $$;
-comment on function queue.check_triggers() is
-  'Raises 22023 if a trigger with queue.defer_trigger was created with arguments that defer would refuse at'
-    ' each row, such as an unknown option or a {field} that is no column. Call it after create trigger.';
+comment on function queue.check_triggers(regclass) is
+  'Raises 22023 if a trigger with queue.defer_trigger, of this table or of any, was created with arguments'
+    ' that defer would refuse at each row, such as an unknown option or a {field} that is no column. Call it'
+    ' after create trigger.';
 
 -- The triggers that would refuse each row, with the first fault of each. What rows hold it can't foresee.
-create or replace function queue._faulty_triggers()
+create or replace function queue._faulty_triggers(p_table regclass)
 returns table (name text, fault text)
 language plpgsql stable parallel unsafe security invoker rows 1 as $$
 declare
@@ -33,7 +34,8 @@ begin
       t.tgtype % 2 = 1 as is_row, t.tgtype & 10 = 2 as is_early,
       queue._trigger_args(t.tgnargs, t.tgargs) as args
     from pg_trigger t
-    where t.tgfoid = 'queue.defer_trigger()'::regprocedure and t.tgparentid = 0 and t.tgenabled <> 'D'
+    where t.tgfoid = 'queue.defer_trigger()'::regprocedure and t.tgparentid = 0
+      and t.tgenabled in ('O', 'A') and coalesce(t.tgrelid = p_table, true)
     order by 1
   loop
     begin
@@ -83,7 +85,6 @@ begin
   if v_all ->> 'queue' <> '' then
     perform queue._check_queue(v_all ->> 'queue');
   end if;
-  perform queue._check_no_parent(v_options);
   perform queue._check_moment('scheduled_at', queue._timestamp('scheduled_at', v_given -> 'scheduled_at'));
   if v_given ->> 'scheduled_at' is not null and v_options ? 'delay' then
     perform queue._invalid('scheduled_at and delay exclude each other', 'Give one of the two.');
@@ -118,7 +119,7 @@ create or replace function queue._health_of_triggers()
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel unsafe security invoker rows 1 as $$
 declare
-  v_faults text[] := array(select format('%s: %s', t.name, t.fault) from queue._faulty_triggers() t limit 3);
+  v_faults text[] := array(select format('%s: %s', t.name, t.fault) from queue._faulty_triggers(null) t limit 3);
 begin
   name := 'triggers';
   status := case when v_faults = '{}' then 'ok' else 'fail' end;

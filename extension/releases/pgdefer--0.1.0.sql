@@ -4479,7 +4479,7 @@ begin
     return object;
   end if;
   v_flat := queue._flat(what, object);
-  perform queue._check_keys(what, v_flat, known || queue._option_keys());
+  perform queue._check_keys(what, v_flat, known || '{options}'::text[] || queue._option_keys());
   return v_flat - queue._option_keys() || jsonb_build_object('options', v_flat - known);
 end $$;
 
@@ -5593,9 +5593,9 @@ begin
   elsif cardinality(p_args) = 2 then
     begin
       v_keys := p_args[array_upper(p_args, 1)]::jsonb;
-    exception when invalid_text_representation then
+    exception when data_exception or program_limit_exceeded then
       perform queue._invalid('defer_trigger''s second argument is not JSON',
-        'Pass an object of defer''s keys.', 'trigger: ' || p_trigger);
+        'Pass an object of defer''s keys.', format('trigger: %s, error: %s', p_trigger, sqlerrm));
     end;
     v_keys := queue._nested('defer_trigger''s second argument', v_keys,
       array_remove(array_remove(array['task', 'args', 'queue', 'priority', 'lock', 'queueing_lock', 'scheduled_at', 'deadline', 'needs', 'concurrency_key', 'concurrency_limit'], 'task'), 'args'));
@@ -22440,25 +22440,26 @@ end $$;
 -- first meet the rows of an application.
 
 -- Raises: 22023.
-create or replace function queue.check_triggers()
+create or replace function queue.check_triggers(of_table regclass default null)
 returns void language plpgsql stable parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
   v_fault record;
 begin
   if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
-  select * into v_fault from queue._faulty_triggers() limit 1;
+  select * into v_fault from queue._faulty_triggers(check_triggers.of_table) limit 1;
   if found then
     perform queue._invalid('a trigger would refuse each row: ' || v_fault.fault,
       'Drop it, and create it with other arguments.', 'trigger: ' || v_fault.name);
   end if;
 end $$;
-comment on function queue.check_triggers() is
-  'Raises 22023 if a trigger with queue.defer_trigger was created with arguments that defer would refuse at'
-    ' each row, such as an unknown option or a {field} that is no column. Call it after create trigger.';
+comment on function queue.check_triggers(regclass) is
+  'Raises 22023 if a trigger with queue.defer_trigger, of this table or of any, was created with arguments'
+    ' that defer would refuse at each row, such as an unknown option or a {field} that is no column. Call it'
+    ' after create trigger.';
 
 -- The triggers that would refuse each row, with the first fault of each. What rows hold it can't foresee.
-create or replace function queue._faulty_triggers()
+create or replace function queue._faulty_triggers(p_table regclass)
 returns table (name text, fault text)
 language plpgsql stable parallel unsafe security invoker rows 1 as $$
 declare
@@ -22466,16 +22467,19 @@ declare
   v_detail text;
 begin
   for v_trigger in
-    -- an odd tgtype is for each row
+    -- an odd tgtype is for each row; 2 is BEFORE, 8 is DELETE
     select format('%I on %s', t.tgname, t.tgrelid::regclass) as name, t.tgrelid, t.tgname,
-      t.tgtype % 2 = 1 as is_row, queue._trigger_args(t.tgnargs, t.tgargs) as args
+      t.tgtype % 2 = 1 as is_row, t.tgtype & 10 = 2 as is_early,
+      queue._trigger_args(t.tgnargs, t.tgargs) as args
     from pg_trigger t
-    where t.tgfoid = 'queue.defer_trigger()'::regprocedure and t.tgparentid = 0 and t.tgenabled <> 'D'
+    where t.tgfoid = 'queue.defer_trigger()'::regprocedure and t.tgparentid = 0
+      and t.tgenabled in ('O', 'A') and coalesce(t.tgrelid = p_table, true)
     order by 1
   loop
     begin
-      perform queue._check_trigger(v_trigger.tgrelid, v_trigger.tgname, v_trigger.is_row, v_trigger.args);
-    exception when invalid_parameter_value then
+      perform queue._check_trigger(v_trigger.tgrelid, v_trigger.tgname, v_trigger.is_row, v_trigger.is_early,
+        v_trigger.args);
+    exception when data_exception or program_limit_exceeded then
       get stacked diagnostics v_detail = pg_exception_detail;
       name := v_trigger.name;
       fault := concat_ws(', ', sqlerrm, nullif(v_detail, ''));
@@ -22500,39 +22504,51 @@ begin
   return v_args;
 end $$;
 
+-- p_is_early: it only sees rows whose stored generated columns are not computed yet.
 -- Raises: 22023 if defer would refuse each row of the table.
-create or replace function queue._check_trigger(p_table oid, p_name text, p_is_row boolean, p_args text[])
+create or replace function queue._check_trigger(p_table oid, p_name text, p_is_row boolean,
+  p_is_early boolean, p_args text[])
 returns void language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_given jsonb := queue._trigger_keys(p_name, p_is_row, p_args);
   v_options jsonb := queue._check_options(coalesce(nullif(v_given -> 'options', 'null'), '{}'));
-  v_all jsonb := coalesce((select t.defaults from queue.task t where t.name = p_args[1]), '{}')
-    || jsonb_strip_nulls(v_given - 'options') || v_options;
+  v_task record;
+  v_all jsonb;
+  v_keys text[];
   v_row jsonb;
 begin
+  select t.* into v_task from queue.task t where t.name = p_args[1];
+  v_all := coalesce(v_task.defaults, '{}') || jsonb_strip_nulls(v_given - 'options') || v_options;
   perform queue._check_name('task', p_args[1]);
   if v_all ->> 'queue' <> '' then
     perform queue._check_queue(v_all ->> 'queue');
   end if;
-  perform queue._check_no_parent(v_options);
   perform queue._check_moment('scheduled_at', queue._timestamp('scheduled_at', v_given -> 'scheduled_at'));
   if v_given ->> 'scheduled_at' is not null and v_options ? 'delay' then
     perform queue._invalid('scheduled_at and delay exclude each other', 'Give one of the two.');
   end if;
+  if v_options ? 'unique_for' and v_all ->> 'idempotency_key' is null then
+    perform queue._invalid('unique_for needs an idempotency_key', 'Give both, or leave unique_for out.');
+  end if;
   perform queue._check_moment('deadline', queue._timestamp('deadline', v_given -> 'deadline'), true);
-  perform queue._check_concurrency(v_given ->> 'concurrency_key',
-    (case when v_given ->> 'concurrency_key' <> '' then v_all else v_given end
-      ->> 'concurrency_limit')::integer,
-    v_options -> 'concurrency');
+  -- keys of the trigger replace the task's
+  v_keys := (queue._check_concurrency(v_given ->> 'concurrency_key',
+    coalesce((v_given ->> 'concurrency_limit')::integer,
+      case when v_given ->> 'concurrency_key' <> '' then v_task.limits[1] end),
+    v_options -> 'concurrency')).keys;
+  if v_given ->> 'concurrency_key' is null and not v_options ? 'concurrency' then
+    v_keys := v_task.keys;
+  end if;
   select jsonb_object_agg(a.attname, 1) into v_row
-  from pg_attribute a where a.attrelid = p_table and a.attnum > 0 and not a.attisdropped;
+  from pg_attribute a where a.attrelid = p_table and a.attnum > 0 and not a.attisdropped
+    and a.attgenerated <> 'v' and not (a.attgenerated = 's' and p_is_early);
   perform queue._fill(t.name, t.template, v_row)
   from (
     select e.key as name, e.value #>> '{}' as template
     from jsonb_each(v_all) e
-    where e.key in ('lock', 'queueing_lock', 'concurrency_key', 'share', 'idempotency_key', 'group')
+    where e.key in ('lock', 'queueing_lock', 'share', 'idempotency_key', 'group')
     union all
-    select 'concurrency', c ->> 'key' from jsonb_array_elements(v_all -> 'concurrency') c) t
+    select 'concurrency_key', k from unnest(v_keys) k) t
   where t.template <> '';
 end $$;
 
@@ -22541,7 +22557,7 @@ create or replace function queue._health_of_triggers()
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel unsafe security invoker rows 1 as $$
 declare
-  v_faults text[] := array(select format('%s: %s', t.name, t.fault) from queue._faulty_triggers() t limit 3);
+  v_faults text[] := array(select format('%s: %s', t.name, t.fault) from queue._faulty_triggers(null) t limit 3);
 begin
   name := 'triggers';
   status := case when v_faults = '{}' then 'ok' else 'fail' end;

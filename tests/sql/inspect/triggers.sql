@@ -1,6 +1,6 @@
 -- check_triggers: triggers that would refuse each row, found before there is one.
 
-select plan(44);
+select plan(47);
 
 \ir health.helpers.psql
 
@@ -70,6 +70,11 @@ drop table public.made;
 create trigger "Bad One" after insert on public.customer for each row execute function queue.defer_trigger('known', '{"lock": "{nmae}"}');
 select throws_ok('select queue.check_triggers()', '22023', 'a trigger would refuse each row: lock names a field that args do not fill, template: {nmae}, field: nmae', 'the fault');
 select is(pg_temp.health('triggers'), 'fail|triggers that refuse each row: "Bad One" on public.customer: lock names a field that args do not fill, template: {nmae}, field: nmae|Drop them, and create them with other arguments', 'as health says, with the trigger');
+create table public.other (id integer);
+select lives_ok($$select queue.check_triggers('public.other')$$, 'not one of another table');
+select is(test.refusal($$select queue.check_triggers('public.customer')$$), '22023', 'but of this one');
+alter table public.customer enable replica trigger "Bad One";
+select lives_ok('select queue.check_triggers()', 'one that replicas alone call refuses nothing');
 alter table public.customer disable trigger "Bad One";
 select lives_ok('select queue.check_triggers()', 'a disabled one refuses nothing');
 drop trigger "Bad One" on public.customer;
