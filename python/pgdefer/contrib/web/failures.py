@@ -17,7 +17,9 @@ from .visit import BadRequest, NotFound, frame_of, templates
 
 __all__ = ["error_handler", "error_page", "page_for"]
 
-STATUS = {"QJ001": 404, "42501": 403, "54001": 400, "57014": 504}
+# A statement, or a transaction, took longer than it may.
+TOO_LONG = ("57014", "25P04")
+STATUS = {"QJ001": 404, "42501": 403, "54001": 400} | dict.fromkeys(TOO_LONG, 504)
 
 # Every operation admits all new jobs first, so that it finds each in its place.
 BACKLOG = (
@@ -36,7 +38,7 @@ def page_for(request: Request, error: Exception) -> Response | None:
         case Refused():
             status = STATUS.get(error.sqlstate, 400 if error.sqlstate < "42" else 409)
             hint = error.hint
-            if error.sqlstate == "57014" and request.method == "POST":
+            if error.sqlstate in TOO_LONG and request.method == "POST":
                 hint = BACKLOG
             return error_page(request, status, error.message, error.detail, hint)
         case Full():
