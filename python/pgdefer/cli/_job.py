@@ -254,7 +254,7 @@ def _show_found(rows: Rows, columns: dict[str, str], limit: int) -> bool:
     for row in rows.values:
         row |= {key: row[key] or None for key in ("priority", "attempts")}
         if row["error"]:
-            row["error"] = row["error"].partition("\n")[0]
+            row["error"] = row["error"].strip().partition("\n")[0].rstrip()
     least = ["bytes", "attempts", "priority", "created_at", "reason"]
     if "excerpt" in columns:
         least.insert(1, "description")

@@ -300,6 +300,9 @@ def test_filters_and_pages(login: Login, conn: Connection) -> None:
     assert shown() == set(ids.values())
     assert shown(state="failed") == {ids["failed"]}
     assert "&lt;b&gt;" in client.get("/jobs?state=failed").text  # its error
+    conn.execute("select queue.fail_jobs(array[%s], e'\\r\\nnone left\\r\\n')", [ids["ready"]])
+    assert ">none left</span>" in client.get("/jobs?state=failed").text
+    conn.execute("select queue.retry(array[%s])", [ids["ready"]])
     assert shown(queue="shop*", task="shop") == {ids["ready"], ids["waits"]}
     assert shown(by="key", pattern="l") == {ids["running"], ids["blocked"]}
     assert shown(by="path", pattern='$.to ? (@ == "ann")') == {ids["failed"]}

@@ -299,7 +299,7 @@ def test_large_args(run: Run, conn: PsycopgConnection, jobs: Jobs) -> None:
 
 def test_failed_jobs_are_listed_with_their_errors(run: Run) -> None:
     failed, cancelled, ready = (defer(run, "t") for _ in range(3))
-    run("job", "fail", failed, "-m", "first line\nsecond", "-y")
+    run("job", "fail", failed, "-m", "\r\nfirst line\r\nsecond", "-y")
     run("job", "cancel", cancelled, "-y")
     for states in (["-s", "failed,cancelled"], ["-s", "failed", "-s", "cancelled,failed"]):
         lines = run("job", "ls", *states).out.splitlines()
@@ -308,7 +308,7 @@ def test_failed_jobs_are_listed_with_their_errors(run: Run) -> None:
         assert lines[3].strip().endswith("first line")
     rows = run("job", "ls", "--json").json
     assert [row["id"] for row in rows] == [ready, cancelled, failed]
-    assert [row["error"] for row in rows] == [None, None, "first line\nsecond"]
+    assert [row["error"] for row in rows] == [None, None, "\r\nfirst line\r\nsecond"]
     assert [row["finished_at"] is None for row in rows] == [True, False, False]
 
 
