@@ -72,15 +72,15 @@ class CheckedThread(threading.Thread):
 @contextlib.contextmanager
 def beside(*threads: CheckedThread) -> Iterator[None]:
     """Run threads during the block; after it, they have ended without an error."""
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
+    with contextlib.ExitStack() as started:  # ends each, whatever the others raise
         for thread in threads:
-            thread.is_over.set()
-        for thread in threads:
-            thread.end()
+            thread.start()
+            started.callback(thread.end)
+        try:
+            yield
+        finally:
+            for thread in threads:
+                thread.is_over.set()
 
 
 async def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:

@@ -140,5 +140,6 @@ def start_sleepers(dsn: str) -> Iterator[Callable[..., list[Sleeper]]]:
         sleeper.is_over.set()
     with contextlib.suppress(psycopg.Error), psycopg.connect(dsn, autocommit=True) as conn:
         conn.execute("notify pgdefer")
-    for sleeper in started:
-        sleeper.end()
+    with contextlib.ExitStack() as stack:
+        for sleeper in started:
+            stack.callback(sleeper.end)
