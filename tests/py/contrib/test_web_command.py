@@ -6,10 +6,12 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import httpx
 import pytest
 
 from pgdefer.database.embedded import EmbeddedServer
 from web_page import COMMAND, log_in, plain_environment, served, visitor
+from workers import wait_for
 
 pytestmark = pytest.mark.client
 
@@ -22,9 +24,12 @@ def environment() -> dict[str, str]:
 def first_page(address: str) -> str:
     """Log in as the superuser; return the page that comes first."""
     with visitor(address, follow_redirects=True) as client:
-        answer = log_in(client, "postgres")
-        while answer.status_code == 503:  # on a busy machine; the page itself would ask again
-            answer = client.get("/")
+
+        def page() -> httpx.Response | None:
+            answer = log_in(client, "postgres")
+            return None if answer.status_code == 503 else answer  # on a busy machine
+
+        answer: httpx.Response = wait_for(page)
     assert answer.status_code == 200
     return answer.text
 
