@@ -22467,9 +22467,8 @@ declare
   v_detail text;
 begin
   for v_trigger in
-    -- an odd tgtype is for each row; 2 is BEFORE, 8 is DELETE
     select format('%I on %s', t.tgname, t.tgrelid::regclass) as name, t.tgrelid, t.tgname,
-      t.tgtype % 2 = 1 as is_row, t.tgtype & 10 = 2 as is_early,
+      (t.tgtype & 1 = 1) as is_row, (t.tgtype & 10 = 2) as is_early,
       queue._trigger_args(t.tgnargs, t.tgargs) as args
     from pg_trigger t
     where t.tgfoid = 'queue.defer_trigger()'::regprocedure and t.tgparentid = 0

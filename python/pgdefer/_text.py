@@ -19,6 +19,7 @@ __all__ = [
     "count_of",
     "database_in_logs",
     "escaped",
+    "first_line",
     "full_type_name",
     "logger",
     "traceback_of",
@@ -41,6 +42,11 @@ _CONTROL = re.compile(
 def escaped(text: str) -> str:
     """Return a text with control characters escaped, so that it is one line."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def first_line(text: str) -> str:
+    """Return the first line that is not blank."""
+    return text.strip().partition("\n")[0].rstrip()
 
 
 def count_of(number: int, noun: str) -> str:

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from pgdefer._text import escaped
+from pgdefer._text import escaped, first_line
 from pgdefer.codec import raw
 from pgdefer.database import sql
 
@@ -254,7 +254,7 @@ def _show_found(rows: Rows, columns: dict[str, str], limit: int) -> bool:
     for row in rows.values:
         row |= {key: row[key] or None for key in ("priority", "attempts")}
         if row["error"]:
-            row["error"] = row["error"].strip().partition("\n")[0].rstrip()
+            row["error"] = first_line(row["error"])
     least = ["bytes", "attempts", "priority", "created_at", "reason"]
     if "excerpt" in columns:
         least.insert(1, "description")

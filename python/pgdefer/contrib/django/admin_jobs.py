@@ -20,6 +20,7 @@ from django.urls import path, reverse
 from django.utils.html import format_html, format_html_join
 from django.utils.translation import gettext_lazy as _
 
+from pgdefer._text import first_line
 from pgdefer.contrib.django.actions import HidingAdmin, act, act_on_each, may
 from pgdefer.contrib.django.admin_job_list import (
     JobChangeList,
@@ -187,7 +188,7 @@ class JobAdmin(HidingAdmin):
     @admin.display(description="error")
     def headline(self, job: Job) -> str:
         """Return the first line of the error."""
-        return (job.error or "").partition("\n")[0][:100]
+        return first_line(job.error or "")[:100]
 
     def why(self, job: Job) -> str:
         """Return the reason why it is not running."""

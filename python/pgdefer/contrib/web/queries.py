@@ -34,8 +34,8 @@ from queue.series(within => '6 hours', step => '5 minutes') order by at
 
 JOBS = """
 select id, queue_name as queue, task_name as task, job_state as state, reason, priority, attempts,
-  created_at, scheduled_at, started_at, finished_at, left(error, 200) as error,
-  left(description, 200) as description, left(excerpt, 200) as excerpt, next_id
+  created_at, scheduled_at, started_at, finished_at, left(error, 1000) as error,
+  left(description, 201) as description, left(excerpt, 200) as excerpt, next_id
 from queue.search(pattern => %(pattern)s, queue => %(queue)s, state => %(state)s,
   max_bytes => %(max_bytes)s, by => %(by)s, task => %(task)s,
   before => %(before)s, max_jobs => %(n)s)

@@ -15,7 +15,7 @@ import jinja2
 from starlette.requests import Request, cookie_parser
 from starlette.responses import HTMLResponse, RedirectResponse, Response
 
-from pgdefer._text import count_of
+from pgdefer._text import count_of, first_line
 
 from . import queries, text
 from .database import Reader
@@ -47,7 +47,12 @@ templates = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-templates.filters |= {"plain": text.plain, "cut": text.cut, "moment": text.moment}
+templates.filters |= {
+    "plain": text.plain,
+    "cut": text.cut,
+    "first_line": first_line,
+    "moment": text.moment,
+}
 templates.filters |= {"jobs_in": text.jobs_in, "count_of": count_of}
 
 
