@@ -118,7 +118,8 @@ create or replace function queue._health_of_triggers()
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel unsafe security invoker rows 1 as $$
 declare
-  v_faults text[] := array(select format('%s: %s', t.name, t.fault) from queue._faulty_triggers(null) t limit 3);
+  v_faults text[] := array(
+    select format('%s: %s', t.name, t.fault) from queue._faulty_triggers(null) t limit 3);
 begin
   name := 'triggers';
   status := case when v_faults = '{}' then 'ok' else 'fail' end;
