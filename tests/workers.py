@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 
 from pgdefer import App, Worker
 
-__all__ = ["CheckedThread", "beside", "running", "until", "wait_for", "working"]
+__all__ = ["CheckedThread", "beside", "running", "slowness", "until", "wait_for", "working"]
 
 
 @contextlib.asynccontextmanager
@@ -81,6 +82,11 @@ def beside(*threads: CheckedThread) -> Iterator[None]:
         finally:
             for thread in threads:
                 thread.is_over.set()
+
+
+def slowness() -> float:
+    """Return how many times longer than on an idle machine a thing may take now."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 async def until(condition: Callable[[], Any], seconds: float = 300.0) -> Any:

@@ -21,6 +21,7 @@ from pgdefer.worker import executor, fetcher, prefetch
 from pgdefer.worker import worker as worker_module
 from pgdefer.worker.heartbeat import clock
 from pgdefer.worker.listener import Sleep, SleepListener
+from workers import slowness
 
 from .conftest import Jobs, Program, give_up, running, until, wait_for
 
@@ -394,8 +395,8 @@ def test_a_worker_that_is_killed(program: Program, jobs: Jobs, conn: Connection)
 
 
 def test_a_worker_that_freezes(program: Program, jobs: Jobs, conn: Connection) -> None:
-    options = {"heartbeat_every": 0.3, "dead_after": 1.5}
-    frozen = start_blocked(program, jobs, **options)
+    every = 0.3 * slowness()
+    frozen = start_blocked(program, jobs, heartbeat_every=every, dead_after=5 * every)
     frozen.send_signal(signal.SIGSTOP)
     # Not by force: a worker that was silent for less than `dead_after` need not doubt its claims.
     wait_for(lambda: conn.execute("select from queue.reap() r where r.reaped > 0").fetchall())
