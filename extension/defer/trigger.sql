@@ -44,7 +44,7 @@ comment on function queue.defer_trigger() is
 -- Returns the keys of defer, besides task and args, that a trigger has been given.
 -- Raises: 22023.
 create or replace function queue._trigger_keys(p_trigger text, p_is_row boolean, p_args text[])
-returns jsonb language plpgsql immutable parallel safe security invoker as $$
+returns jsonb language plpgsql immutable parallel unsafe security invoker as $$
 declare
   v_keys jsonb := '{}'::jsonb;
 begin
