@@ -59,6 +59,7 @@ EXTREMES: dict[str, list[Any]] = {
     "numeric": ["1e131071", "-1e131071", "1e-16383", "NaN", "Infinity", -1, 0, 100, 101],
     "boolean": [True, False],
     "uuid": ["00000000-0000-0000-0000-000000000000"],
+    "regclass": ["pg_class", "0", "4294967295"],
     "interval": INTERVALS,
     "timestamp with time zone": MOMENTS,
     "text": [*WORDS, "é" * 100_000],

@@ -33,6 +33,7 @@ FOREIGN: dict[str, list[Any]] = {
     "priority": [7],
     "memory": [None],
     "lock": ["l"],
+    "of_table": [None, "pg_class"],
     "needs": [None],
     "scheduled_at": [None],
     "state": [None],
