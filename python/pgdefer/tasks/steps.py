@@ -326,7 +326,7 @@ def ids_of(name: str, value: Any, count: int | None) -> list[int]:
     if (
         not isinstance(value, list)
         or not all(type(id) is int for id in value)
-        or len(value) != (len(value) if count is None else count)
+        or (count is not None and len(value) != count)
     ):
         raise DecodeError(
             f"the step {name!r} was another one when it finished: give this one another name"
