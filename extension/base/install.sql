@@ -1,8 +1,8 @@
 -- Installing: the extension contains only code; the tables are ordinary objects, which install() creates.
 
--- Locks: if there are tables, as migrate; of tables that were restored from another encoding, exclusive ones
--- (_require_utf8). Else only the owner's sessions can hold it up: the first table,
--- whose name both want, makes it wait for another installer, and it then finds the tables.
+-- Locks: if there are tables, as migrate, and then exclusive ones of tables that were restored from another
+-- encoding (_require_utf8). Else only the owner's sessions can hold it up: the first table, whose name both
+-- want, makes it wait for another installer, and it then finds the tables.
 create or replace function queue.install()
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$

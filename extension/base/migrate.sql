@@ -107,14 +107,17 @@ end $$;
 -- publisher.
 create or replace function queue._unrestored(p_also_subscribed boolean, out what text, out fix text)
 language plpgsql stable parallel safe security invoker as $$
+declare
+  v_tables oid[] := array(
+    select c.oid from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
+      and c.relname = any (queue._own_relations()));
 begin
   select 'tables without their primary key: ' || string_agg(c.relname, ', ' order by c.relname),
     'Wait until the restore has ended. If it failed, drop the database, and restore it in one transaction'
     ' (pg_restore --single-transaction).'
   into what, fix
   from pg_class c
-  where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
-    and c.relname = any (queue._own_relations())
+  where c.oid = any (v_tables)
     and not exists (select from pg_index x where x.indrelid = c.oid and x.indisprimary)
   having count(*) > 0;
   if what is null and p_also_subscribed then
@@ -123,9 +126,7 @@ begin
     into what, fix
     from pg_subscription_rel r
     join pg_subscription s on s.oid = r.srsubid and s.subenabled
-    where r.srrelid = any (array(
-      select c.oid from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
-        and c.relname = any (queue._own_relations())))
+    where r.srrelid = any (v_tables)
     limit 1;
   end if;
 end $$;

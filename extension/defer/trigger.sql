@@ -62,7 +62,7 @@ begin
         'Pass an object of defer''s keys.', format('trigger: %s, error: %s', p_trigger, sqlerrm));
     end;
     v_keys := queue._nested('defer_trigger''s second argument', v_keys,
-      array_remove(array_remove({{job_keys}}, 'task'), 'args'));
+      {{argument_keys}} || '{scheduled_at,needs}'::text[]);
     perform queue._check_types('defer_trigger''s second argument', v_keys);
   end if;
   return v_keys;

@@ -89,7 +89,8 @@ begin
     perform queue._invalid('scheduled_at and delay exclude each other', 'Give one of the two.');
   end if;
   if v_options ? 'unique_for' and v_all ->> 'idempotency_key' is null then
-    perform queue._invalid('unique_for needs an idempotency_key', 'Give both, or leave unique_for out.');
+    perform queue._invalid('unique_for needs an idempotency_key',
+      'Say by idempotency_key which calls count as the same, for example "invoice:{id}".');
   end if;
   perform queue._check_moment('deadline', queue._timestamp('deadline', v_given -> 'deadline'), true);
   -- keys of the trigger replace the task's

@@ -3803,14 +3803,17 @@ end $$;
 -- publisher.
 create or replace function queue._unrestored(p_also_subscribed boolean, out what text, out fix text)
 language plpgsql stable parallel safe security invoker as $$
+declare
+  v_tables oid[] := array(
+    select c.oid from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
+      and c.relname = any (queue._own_relations()));
 begin
   select 'tables without their primary key: ' || string_agg(c.relname, ', ' order by c.relname),
     'Wait until the restore has ended. If it failed, drop the database, and restore it in one transaction'
     ' (pg_restore --single-transaction).'
   into what, fix
   from pg_class c
-  where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
-    and c.relname = any (queue._own_relations())
+  where c.oid = any (v_tables)
     and not exists (select from pg_index x where x.indrelid = c.oid and x.indisprimary)
   having count(*) > 0;
   if what is null and p_also_subscribed then
@@ -3819,9 +3822,7 @@ begin
     into what, fix
     from pg_subscription_rel r
     join pg_subscription s on s.oid = r.srsubid and s.subenabled
-    where r.srrelid = any (array(
-      select c.oid from pg_class c where c.relnamespace = 'queue'::regnamespace and c.relkind = 'r'
-        and c.relname = any (queue._own_relations())))
+    where r.srrelid = any (v_tables)
     limit 1;
   end if;
 end $$;
@@ -3915,9 +3916,9 @@ end $$;
 -- base/install.sql
 -- Installing: the extension contains only code; the tables are ordinary objects, which install() creates.
 
--- Locks: if there are tables, as migrate; of tables that were restored from another encoding, exclusive ones
--- (_require_utf8). Else only the owner's sessions can hold it up: the first table,
--- whose name both want, makes it wait for another installer, and it then finds the tables.
+-- Locks: if there are tables, as migrate, and then exclusive ones of tables that were restored from another
+-- encoding (_require_utf8). Else only the owner's sessions can hold it up: the first table, whose name both
+-- want, makes it wait for another installer, and it then finds the tables.
 create or replace function queue.install()
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -5598,7 +5599,7 @@ begin
         'Pass an object of defer''s keys.', format('trigger: %s, error: %s', p_trigger, sqlerrm));
     end;
     v_keys := queue._nested('defer_trigger''s second argument', v_keys,
-      array_remove(array_remove(array['task', 'args', 'queue', 'priority', 'lock', 'queueing_lock', 'scheduled_at', 'deadline', 'needs', 'concurrency_key', 'concurrency_limit'], 'task'), 'args'));
+      array['queue', 'priority', 'lock', 'queueing_lock', 'deadline', 'concurrency_key', 'concurrency_limit'] || '{scheduled_at,needs}'::text[]);
     perform queue._check_types('defer_trigger''s second argument', v_keys);
   end if;
   return v_keys;
@@ -22527,7 +22528,8 @@ begin
     perform queue._invalid('scheduled_at and delay exclude each other', 'Give one of the two.');
   end if;
   if v_options ? 'unique_for' and v_all ->> 'idempotency_key' is null then
-    perform queue._invalid('unique_for needs an idempotency_key', 'Give both, or leave unique_for out.');
+    perform queue._invalid('unique_for needs an idempotency_key',
+      'Say by idempotency_key which calls count as the same, for example "invoice:{id}".');
   end if;
   perform queue._check_moment('deadline', queue._timestamp('deadline', v_given -> 'deadline'), true);
   -- keys of the trigger replace the task's
