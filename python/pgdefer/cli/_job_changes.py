@@ -212,15 +212,15 @@ def deadline(
 
 
 @jobs.command("hold")
-def hold(id: Id, dsn: DSN = None, as_json: AsJson = False, dry_run: DryRun = False) -> None:
-    """Hold a job that has not started."""
-    _change_one(sql.HOLD, {"id": id}, dsn, as_json, dry_run)
+def hold(ids: Ids, dsn: DSN = None, as_json: AsJson = False, dry_run: DryRun = False) -> None:
+    """Hold jobs that have not started."""
+    _change_each(sql.HOLD, ids, {}, dsn, as_json, dry_run)
 
 
 @jobs.command("unhold")
-def unhold(id: Id, dsn: DSN = None, as_json: AsJson = False, dry_run: DryRun = False) -> None:
-    """Release a held job."""
-    _change_one(sql.UNHOLD, {"id": id}, dsn, as_json, dry_run)
+def unhold(ids: Ids, dsn: DSN = None, as_json: AsJson = False, dry_run: DryRun = False) -> None:
+    """Release held jobs."""
+    _change_each(sql.UNHOLD, ids, {}, dsn, as_json, dry_run)
 
 
 @jobs.command("cancel")
@@ -239,31 +239,7 @@ def cancel(
 ) -> None:
     """Cancel jobs that have not started; with --abort, also running ones."""
     confirm(f"Cancel {_count(ids)}?", yes=yes, dry_run=dry_run)
-    if as_json:
-        with session(dsn, as_json=True, dry_run=dry_run) as on:
-            each = [_cancelled(on, id, abort=abort, children=children) for id in dict.fromkeys(ids)]
-        _end(sum(each, Rows([], [])))
-        return
-    each_once = list(dict.fromkeys(ids))
-    refused: list[int] = []
-    with session(dsn, dry_run=dry_run) as on:
-        for id in each_once:
-            asked = {"id": id, "abort": abort}
-            try:
-                with reported(), on.transaction():
-                    rows = on.call(sql.CANCEL, asked)
-                _show_state(id, rows)
-                if children:
-                    rows = _cancelled_children(on, asked)
-                    if rows.values:
-                        _end(rows)
-            except typer.Exit as end:
-                if end.exit_code == Exit.UNREACHABLE:
-                    raise
-                refused.append(end.exit_code)
-    if refused:
-        is_one_reason = len(refused) == len(each_once) and len(set(refused)) == 1
-        raise typer.Exit(refused[0] if is_one_reason else Exit.PARTLY)
+    _change_each(sql.CANCEL, ids, {"abort": abort}, dsn, as_json, dry_run, children=children)
 
 
 @jobs.command("reschedule")
@@ -341,12 +317,54 @@ def _retry_failed(
     _end(rows)
 
 
-def _cancelled(on: Session, id: int, *, abort: bool, children: bool) -> Rows:
-    """Cancel a job, and perhaps its children; return the outcomes as functions on many jobs do."""
-    asked = {"id": id, "abort": abort}
+def _change_each(
+    statement: sql.Statement,
+    ids: Sequence[int],
+    more: Mapping[str, Any],
+    dsn: str | None,
+    as_json: bool,
+    dry_run: bool,
+    *,
+    children: bool = False,
+) -> None:
+    """Call a function on each job, in a transaction of its own, and print the new states.
+
+    With `children`, cancel those of each job too. Exits with the code of what was refused.
+    """
+    each = [{"id": id, **more} for id in dict.fromkeys(ids)]
+    if as_json:
+        with session(dsn, as_json=True, dry_run=dry_run) as on:
+            done = [_outcome(on, statement, asked, children=children) for asked in each]
+        _end(sum(done, Rows([], [])))
+        return
+    refused: list[int] = []
+    with session(dsn, dry_run=dry_run) as on:
+        for asked in each:
+            try:
+                with reported(), on.transaction():
+                    rows = on.call(statement, asked)
+                _show_state(asked["id"], rows)
+                if children:
+                    rows = _cancelled_children(on, asked)
+                    if rows.values:
+                        _end(rows)
+            except typer.Exit as end:
+                if end.exit_code == Exit.UNREACHABLE:
+                    raise
+                refused.append(end.exit_code)
+    if refused:
+        is_one_reason = len(refused) == len(each) and len(set(refused)) == 1
+        raise typer.Exit(refused[0] if is_one_reason else Exit.PARTLY)
+
+
+def _outcome(
+    on: Session, statement: sql.Statement, asked: dict[str, Any], *, children: bool
+) -> Rows:
+    """Call a function on a job; return its outcome, and its children's, as for many jobs."""
+    id = asked["id"]
     try:
         with on.transaction():
-            row = {"id": id, "outcome": on.one(sql.CANCEL, asked), "error": None}
+            row = {"id": id, "outcome": on.one(statement, asked), "error": None}
     except psycopg.Error as error:
         if error.sqlstate not in REFUSALS:
             raise

@@ -779,6 +779,18 @@ def test_one_job(run: Run, jobs: Jobs, claim: Claim) -> None:
     assert run("job", "reschedule", id).code == Exit.WRONG_STATE
 
 
+def test_hold_many(run: Run) -> None:
+    one, other = defer(run, "t"), defer(run, "t")
+    done = run("job", "hold", one, 99, other, one)
+    assert (done.code, done.out) == (Exit.PARTLY, f"{one}: held\n{other}: held\n")
+    assert "99" in done.err
+    done = run("job", "unhold", other, one, "--json")
+    assert (done.code, done.json) == (
+        0,
+        [{"id": id, "outcome": "ready", "error": None} for id in (other, one)],
+    )
+
+
 def test_args(run: Run, jobs: Jobs, claim: Claim) -> None:
     id = defer(run, "t", '{"n": 1, "m": 1}')
     assert run("job", "args", id, '{"n": 2}').out == f"{id}: ready\n"
