@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeAlias, TypeVar
 
 from pgdefer.client.client import Client, client_here
 from pgdefer.database.callers import CallersConnection, check_given
@@ -40,6 +40,21 @@ class Deferral:
     calls: Sequence[PreparedJob[Any]]
     jobs: list[Job[Any]] = dataclasses.field(default_factory=list)
 
+
+# What to write for the methods that tasks have in other libraries.
+_ELSEWHERE = {
+    "delay": "defer(...)",
+    "send": "defer(...)",
+    "enqueue": "defer(...)",
+    "aenqueue": "defer_async(...)",
+    "apply_async": "configure(...).defer(...)",
+    "send_with_options": "configure(...).defer(...)",
+    "using": "configure(...)",
+    "s": "prepare(...)",
+    "signature": "prepare(...)",
+    "batch_defer": "defer_many(...)",
+    "batch_defer_async": "defer_many_async(...)",
+}
 
 DeferMiddleware: TypeAlias = Callable[[Deferral], AbstractContextManager[Any]]
 
@@ -130,6 +145,13 @@ class Preparer(Generic[P, R]):
     @client.setter
     def client(self, client: Client) -> None:
         self._client = client
+
+    if not TYPE_CHECKING:  # to a type checker, every attribute would exist
+
+        def __getattr__(self, attribute: str) -> NoReturn:
+            advice = f": write {_ELSEWHERE[attribute]}" if attribute in _ELSEWHERE else ""
+            message = f"the task {vars(self).get('name')!r} has no attribute {attribute!r}{advice}"
+            raise AttributeError(message, name=attribute, obj=self)
 
     def encode(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
         """Return the JSON of a call's arguments. Raises TypeError, EncodeError."""

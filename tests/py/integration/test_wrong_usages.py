@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime as dt
 import functools
 import math
@@ -300,6 +301,16 @@ def test_a_wrong_call_that_manages_is_told_the_right_one(what: str) -> None:
     with pytest.raises((TypeError, ValueError)) as raised:
         usage(App("postgresql://nowhere.invalid/x"))
     assert instead in str(raised.value)
+
+
+def test_methods_of_other_libraries() -> None:
+    greeting = task(App("postgresql://nowhere.invalid/x"))
+    for each in (greeting, greeting.configure(priority=1)):
+        with pytest.raises(AttributeError, match=r"'greet' has no attribute 'delay': write defer"):
+            each.delay("Ann")
+        with pytest.raises(AttributeError, match=r"'greet' has no attribute 'spell'$"):
+            each.spell("Ann")
+        assert copy.copy(each).name == "greet"
 
 
 def test_times_that_a_handler_gives() -> None:
