@@ -405,15 +405,16 @@ def test_a_worker_comes_during_a_restore(older: EmbeddedServer, scratch: Path) -
             carry_on(connection)
 
 
-def test_without_data(server: EmbeddedServer, blank_dsn: str, form: str) -> None:
+@pytest.mark.parametrize("what", ["--schema-only", "--exclude-table-data=queue.*"])
+def test_without_data(server: EmbeddedServer, blank_dsn: str, form: str, what: str) -> None:
     with psycopg.connect(blank_dsn, autocommit=True) as connection:
         install_as(connection, form)
         connection.execute("select queue.defer('t')")
     dump, psql = (server_program(server, name) for name in ("pg_dump", "psql"))
     if dump is None or psql is None:
         pytest.skip("pg_dump or psql is missing")
-    schema = run([dump, "--schema-only", "-d", blank_dsn]).stdout
-    name = f"schema_only_{form}"
+    schema = run([dump, what, "-d", blank_dsn]).stdout
+    name = f"no_data_{form}_{len(what)}"
     create_database(server, name, "template0")
     try:
         run([psql, "-X", "-q", "-v", "ON_ERROR_STOP=1", "-d", server.dsn(name)], input=schema)
