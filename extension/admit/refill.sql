@@ -97,7 +97,7 @@ begin
   end loop;
   perform queue._set_next_starts(p_keys);
   if exists (select from queue.waiting w where w.reserved is not null) then
-    v_grown := v_grown || queue._forgo(p_keys);
+    v_grown := v_grown || queue._give_up_reserved(p_keys);
   end if;
   return v_grown;
 end $$;

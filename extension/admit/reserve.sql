@@ -7,14 +7,15 @@
 -- is the first in that line, nobody else gets its slots of the keys before that one. `used` counts them. Why,
 -- and what it costs: docs/adr/0012-reserved-slots.md.
 --
--- Only the first job of a line reserves, of the jobs that have a key only one at a time, and of a lane one
--- each 10 s (_may_reserve): so a hundred jobs do not take all slots of a key, or wait for one another while
--- slots are idle; and one that waits for a long claim does not keep the others from it.
+-- Only the first job of a line reserves: one at a time of the jobs that have a key, and one each 10 s of a
+-- lane (_may_reserve). So a hundred jobs do not take all slots of a key, or wait for one another while slots
+-- are idle, and a job that waits for a long claim does not keep the others from the key.
 -- Why nothing stops: a job has reserved slots only while claims and reserved slots fill the key that it waits
 -- for, and only of keys that come before that one, in the order of _take_slots. So of the jobs that have
 -- reserved slots, the one that waits for the last key waits only for claims to end. If it waits for a ready
--- job, or for a rate, it gives them back (_forgo): maybe no worker serves its queue, and others have the same
--- keys. So it does if others go before it for long, and when it leaves its line: as a ready job it has none.
+-- job, or for a rate, it gives its slots back (_give_up_reserved), because others with the same keys could
+-- start, while maybe no worker serves the queue of the ready job. It also gives them back if others go before
+-- it for long, and when it leaves its line: a ready job has no reserved slots.
 
 -- Whether jobs of a higher priority in the queue of a lane wait for one of these keys. It does not see those
 -- that _take_slots just sends there.
@@ -62,7 +63,7 @@ end $$;
 -- they have weight: others go before them. Returns the keys of these slots.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: _refill returns these keys, and is
 -- called for them.
-create or replace function queue._forgo(p_keys text[])
+create or replace function queue._give_up_reserved(p_keys text[])
 returns text[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_jobs record;

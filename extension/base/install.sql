@@ -99,7 +99,7 @@ end $$;
 
 -- Whether clients or tables of a release work with this code: it is of the same series (first two numbers) or
 -- the one before.
-create or replace function queue._fits(p_version text)
+create or replace function queue._is_compatible(p_version text)
 returns boolean language plpgsql immutable parallel safe security invoker as $$
 declare
   v_series text[];
@@ -119,10 +119,10 @@ returns void language plpgsql stable parallel safe security invoker as $$
 declare
   v_tables text := queue._tables_version();
 begin
-  if not queue._fits(v_tables) then
+  if not queue._is_compatible(v_tables) then
     perform queue._check_restored();
     perform queue._incompatible('the tables and the code of the queue are incompatible', v_tables);
-  elsif p_client ~ '^pgdefer [0-9]+[.][0-9]+' and not queue._fits(substr(p_client, 9)) then
+  elsif p_client ~ '^pgdefer [0-9]+[.][0-9]+' and not queue._is_compatible(substr(p_client, 9)) then
     raise exception using errcode = 'QJ090', message = 'client and schema are incompatible',
       detail = format('client: %s, code: %s', p_client, '@VERSION@'),
       hint = 'Upgrade the older of the two: the schema first (pgdefer upgrade); clients may be one release'

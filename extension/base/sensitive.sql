@@ -1,8 +1,8 @@
 -- Sensitive args: values that nobody reads but the owner of the queue, and workers in the jobs that they
--- claim. register_task names them by paths. Everything that shows args puts *** in their place: the views by
--- queue.hidden_paths and the macro cut, functions by _hidden_paths and _cut. The paths are read as the args
--- are shown, so a change of a task's paths applies to all its jobs at once. A task without paths costs
--- nothing: whether any task has some is looked up once per query that shows args.
+-- claim. register_task names them by paths. Everything that shows args puts *** in their place: views by
+-- queue.hidden_paths and the macro masked, functions by _hidden_paths and _mask_args. They read the paths
+-- when they show the args, so a change of a task's paths applies to all its jobs at once. A task without
+-- paths costs nothing: a query that shows args looks once whether any task has some.
 
 -- The steps of each path, from a list of texts; NULL if there are none. A name is a text, an element [2] its
 -- number, all elements [*] null.
@@ -56,7 +56,7 @@ begin
 end $$;
 
 -- Raises: 22023 if a template among options names a sensitive arg: names of locks and keys are shown to all.
-create or replace function queue._check_templates(p_paths jsonb, p_options jsonb)
+create or replace function queue._refuse_sensitive_templates(p_paths jsonb, p_options jsonb)
 returns void language plpgsql immutable parallel safe security invoker as $$
 declare
   v_found record;
@@ -110,7 +110,7 @@ begin
 end $$;
 
 -- Args with *** in place of what paths lead to; as they are without paths.
-create or replace function queue._cut(p_paths jsonb, p_args jsonb)
+create or replace function queue._mask_args(p_paths jsonb, p_args jsonb)
 returns jsonb language plpgsql immutable parallel safe security invoker as $$
 begin
   if p_paths is null or p_args is null then
@@ -118,12 +118,13 @@ begin
   end if;
   return (
     select c.args from (select p_args as args, p_paths as paths) x
-    cross join lateral ({{cut}}) c (args));
+    cross join lateral ({{masked}}) c (args));
 end $$;
 
--- The args that a caller means who saw the old ones cut: what is as it was shown stays as it was.
+-- The new args of a caller who saw the old ones masked: each part that equals what was shown keeps its old
+-- value.
 -- Raises: 22023 for *** in another place that a path leads to.
-create or replace function queue._uncut(p_paths jsonb, p_new jsonb, p_old jsonb)
+create or replace function queue._unmask_args(p_paths jsonb, p_new jsonb, p_old jsonb)
 returns jsonb language plpgsql immutable parallel unsafe security invoker as $$
 declare
   v_args jsonb;
@@ -131,7 +132,7 @@ begin
   if p_paths is null then
     return p_new;
   end if;
-  v_args := queue._as_shown(p_new, p_old, queue._cut(p_paths, p_old), 50);
+  v_args := queue._restore_masked(p_new, p_old, queue._mask_args(p_paths, p_old), 50);
   if exists (
     select from (select v_args as args, p_paths as paths) x
     cross join lateral (
@@ -143,9 +144,9 @@ begin
   return v_args;
 end $$;
 
--- Replaces in args each part that equals what was shown of the old ones by the old one. It goes no deeper
--- than something is hidden, and than p_depth: tagged values may hold others without end.
-create or replace function queue._as_shown(p_new jsonb, p_old jsonb, p_shown jsonb, p_depth integer)
+-- Replaces each part of the new args that equals what was shown by its old value. It goes only as deep as
+-- something is hidden, and at most p_depth levels: tagged values may be nested without end.
+create or replace function queue._restore_masked(p_new jsonb, p_old jsonb, p_shown jsonb, p_depth integer)
 returns jsonb language plpgsql immutable parallel safe security invoker as $$
 begin
   if p_new = p_shown then
@@ -157,7 +158,7 @@ begin
   return (
     select coalesce(jsonb_object_agg(e.key,
       case when p_shown ? e.key
-        then queue._as_shown(e.value, p_old -> e.key, p_shown -> e.key, p_depth - 1)
+        then queue._restore_masked(e.value, p_old -> e.key, p_shown -> e.key, p_depth - 1)
         else e.value end), '{}')
     from jsonb_each(p_new) e);
 end $$;

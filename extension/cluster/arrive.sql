@@ -102,7 +102,7 @@ end $$;
 -- mover that comes late may bring a part of it, which has arrived and may have left again.
 -- Locks: the row of the move, for key share, until the transaction ends, so that it does not end meanwhile.
 -- Raises: 22023 if it never came here, or the slot has moved on.
-create or replace function queue._shard_comes(p_slot integer, p_version bigint)
+create or replace function queue._shard_is_expected(p_slot integer, p_version bigint)
 returns boolean language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 begin
   perform from queue.shard_move r join queue.shard s on s.is_self and s.name = r.to_shard
@@ -117,7 +117,7 @@ end $$;
 
 -- The job, without what its task's defaults here would add: it has had those of the source. What it lacks
 -- gets the value that means none, if its task has a default for it and there is such a value.
-create or replace function queue._shard_as_it_was(p_job jsonb)
+create or replace function queue._shard_without_defaults(p_job jsonb)
 returns jsonb language plpgsql stable security invoker set search_path = pg_catalog, pg_temp as $$
 declare
   v_task record;
@@ -143,7 +143,7 @@ create or replace function queue._shard_defer(p_calls jsonb)
 returns bigint[] language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
   v_calls jsonb := (
-    select jsonb_agg(queue._shard_as_it_was(c.job) order by c.n)
+    select jsonb_agg(queue._shard_without_defaults(c.job) order by c.n)
     from jsonb_array_elements(p_calls) with ordinality c (job, n));
   v_own record;
   v_ids bigint[];
@@ -176,7 +176,7 @@ end $$;
 -- follow, none of which can start in the source. Their signals come with them. Jobs with needs begin a call
 -- of queue.defer_many, as the new ids of what they need are known by then. Returns how many it deferred, and
 -- the receipt for queue.shard_part_gone.
--- Locks: as _shard_comes; that row; then as _shard_defer. No wake-up is lost: that notifies.
+-- Locks: as _shard_is_expected; that row; then as _shard_defer. No wake-up is lost: that notifies.
 -- Raises: 22023; as that.
 create or replace function queue.shard_part_arrive(carried jsonb, out deferred integer, out receipt uuid)
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
@@ -196,7 +196,7 @@ begin
   deferred := 0;
   receipt := (carried ->> 'receipt')::uuid;
   v_part := (carried ->> 'part')::integer;
-  if not queue._shard_comes(v_slot, (carried ->> 'version')::bigint) then
+  if not queue._shard_is_expected(v_slot, (carried ->> 'version')::bigint) then
     return;
   end if;
   insert into queue.shard_part (slot, part, state) values (v_slot, v_part, 'arriving') on conflict do nothing;
@@ -331,8 +331,8 @@ begin
 end $$;
 
 revoke all on function queue.shard_format, queue.shard_part_jobs, queue._shard_check_format,
-  queue.shard_may_receive, queue.shard_receive, queue._shard_check_carried, queue._shard_comes,
-  queue._shard_as_it_was, queue._shard_defer, queue._shard_signal, queue.shard_part_arrive,
+  queue.shard_may_receive, queue.shard_receive, queue._shard_check_carried, queue._shard_is_expected,
+  queue._shard_without_defaults, queue._shard_defer, queue._shard_signal, queue.shard_part_arrive,
   queue.shard_part_gone, queue.shard_parts, queue.shard_moved from public;
 do $$ begin perform queue._restore_grants(); end $$;
 commit;

@@ -64,7 +64,7 @@ begin
       else queue._keep_paths(t.defaults, excluded.defaults) end
   returning t.sensitive into v_sensitive;
   if found then
-    perform queue._check_templates(v_sensitive, v_defaults);
+    perform queue._refuse_sensitive_templates(v_sensitive, v_defaults);
     perform queue._audit('register_task', jsonb_build_object('name', register_task.name, 'defaults',
       v_defaults), p_before => v_before);
   end if;

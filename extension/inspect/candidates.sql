@@ -137,7 +137,7 @@ begin
       select j.id
       from (select j.id, j.xid, j.flags, j.scheduled_at, j.needs from queue.job j where j.id < p_before
         order by j.id desc limit 20000) j
-      where queue._may_be(p_state, j.id, j.flags, j.scheduled_at, j.needs)
+      where queue._may_be_in_state(p_state, j.id, j.flags, j.scheduled_at, j.needs)
         and (j.xid >= v_found.next_xid or j.xid = any (v_found.in_flight)
              or (select true from queue.backlog b where (j.xid, j.id) > (b.from_xid, b.from_id)
                and j.xid <= b.to_xid limit 1)
@@ -152,13 +152,13 @@ begin
   return array(
     select a.id
     from (select a.id, a.flags, a.scheduled_at, a.needs from queue.unadmitted a offset 0) a
-    where a.id < p_before and queue._may_be(p_state, a.id, a.flags, a.scheduled_at, a.needs)
+    where a.id < p_before and queue._may_be_in_state(p_state, a.id, a.flags, a.scheduled_at, a.needs)
     order by a.id desc limit p_n);
 end $$;
 
 -- Whether a job that is not admitted yet may be in a state. A replaced job may be in another state than the
 -- one it was deferred in.
-create or replace function queue._may_be(p_state text, p_id bigint, p_flags smallint,
+create or replace function queue._may_be_in_state(p_state text, p_id bigint, p_flags smallint,
   p_scheduled_at timestamptz, p_needs bigint[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin

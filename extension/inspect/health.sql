@@ -67,7 +67,7 @@ declare
   -- workers that have been silent since before it count as dead only dead_after later, as for reap
   v_up_since timestamptz := queue._up_since();
   v_is_waiting boolean;
-  v_news constant text[] := array(select n.queue from queue._overdue_news(p_now) n);
+  v_unadmitted constant text[] := array(select u.queue from queue._overdue_unadmitted(p_now) u);
 begin
   name := 'workers';
   select count(*) filter (where w.gone_at is null and w.last_seen_at + w.dead_after >= p_now) as alive,
@@ -79,7 +79,7 @@ begin
     count(*) filter (where w.is_awaited) as awaited,
     max(w.dead_after) filter (where w.is_awaited) as patience,
     (select count(*) from (select from queue.active_job aj limit 10001) aj)
-      + cardinality(v_news) as jobs
+      + cardinality(v_unadmitted) as jobs
   into v_facts
   from (select w.*, w.gone_at is null and w.last_seen_at + w.dead_after < p_now
           and w.last_seen_at < v_up_since and v_up_since + w.dead_after >= p_now as is_awaited
@@ -113,7 +113,7 @@ begin
                 where (l.paused_until is null or l.paused_until <= p_now)
                   and exists (select from queue.active_job aj where {{is_ready}})
                 union
-                select n.queue from (select distinct n.queue from unnest(v_news) n (queue)) n
+                select n.queue from (select distinct n.queue from unnest(v_unadmitted) n (queue)) n
                 where coalesce(queue._paused_until(n.queue) <= p_now, true)) u
           where queue._live_workers(u.queue, p_now, v_up_since) = 0) l) l;
   status := case when v_facts.n > 0 then 'fail' else 'ok' end;
@@ -124,10 +124,10 @@ begin
   return next;
 end $$;
 
--- The queues of ready jobs that nobody has admitted for 5 seconds, one row for each job: of the first 20,000
--- new jobs. It leaves out those of a backlog, of which a part has been admitted: the view queue.unadmitted,
--- which has them, took seconds beside 170 parts.
-create or replace function queue._overdue_news(p_now timestamptz)
+-- The queues of ready jobs that nobody has admitted for 5 seconds, one row for each job, among the first
+-- 20,000 new jobs. It leaves the backlog out, which is being admitted: the view queue.unadmitted reads it,
+-- and took seconds beside 170 parts.
+create or replace function queue._overdue_unadmitted(p_now timestamptz)
 returns table (queue text)
 language plpgsql stable parallel safe security invoker rows 1000 as $$
 begin

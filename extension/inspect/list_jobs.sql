@@ -18,7 +18,7 @@ begin
   v_allowed := queue._allowed_queues('{operator,reader}');
   v_hidden := queue._hidden_paths();
   return query
-    select j.id, j.task, j.queue, j.state, j.reason, queue._cut(v_hidden -> j.task, j.args), j.priority,
+    select j.id, j.task, j.queue, j.state, j.reason, queue._mask_args(v_hidden -> j.task, j.args), j.priority,
       j.lock, j.queueing_lock, j.concurrency_key, j.scheduled_at, j.deadline, j.created_at, j.started_at,
       j.finished_at, j.attempts, j.error, j.result, j.description, j.headers, j.parent
     from queue.all_jobs j

@@ -68,7 +68,7 @@ begin
     room as (
       select q.queue, queue._queue_room(q.queue, peek.n, clock_timestamp()) as jobs
       from queue.queue_config q offset 0)
-    select j.id, j.task, queue._cut(v_hidden -> j.task, j.args), j.queue,
+    select j.id, j.task, queue._mask_args(v_hidden -> j.task, j.args), j.queue,
       j.priority, j.lock, j.attempts, j.scheduled_at, j.deadline
     from (
       select p.id, p.priority, p.deadline, p.first_id

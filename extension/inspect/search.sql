@@ -48,7 +48,7 @@ begin
       cross join lateral (select j.* from queue.job_now j where j.id = u.id offset 0) j
       cross join lateral (
         -- cut before the pattern is compared, so that nobody finds out by it what is hidden
-        select queue._cut(v_hidden -> j.task,
+        select queue._mask_args(v_hidden -> j.task,
             coalesce(queue._replacement(u.id, j.flags) -> 'args', j.args)) as args,
           (search.queue is null or queue._matches(j.queue, search.queue))
             and (search.task is null or j.task = search.task)
@@ -108,7 +108,7 @@ begin
     perform queue._invalid('path is missing',
       'Write it as in items[0].price, or as a jsonpath: $.items[*].price.');
   end if;
-  select queue._cut(queue._hidden_paths() -> j.task,
+  select queue._mask_args(queue._hidden_paths() -> j.task,
     coalesce(queue._replacement(j.id, j.flags) -> 'args', j.args))
   into v_args
   from queue.job_now j where j.id = get.id;
@@ -137,7 +137,7 @@ begin
   return query
     select job.id, job.queue, job.task, job.state, job.reason, job.priority, job.attempts, job.created_at,
       job.scheduled_at, job.started_at, job.finished_at, job.error, job.description, f.bytes,
-      queue._excerpt(p_pattern, p_by, p_path, queue._cut(p_hidden -> job.task, job.args)), null::bigint
+      queue._excerpt(p_pattern, p_by, p_path, queue._mask_args(p_hidden -> job.task, job.args)), null::bigint
     from unnest(p_ids, p_bytes) with ordinality f (id, bytes, n)
     cross join lateral (select j.* from queue.all_jobs j where j.id = f.id offset 0) job
     where p_state is null or job.state = p_state

@@ -179,7 +179,7 @@ begin
       'Only a job that neither runs nor has succeeded can get other args, and only after the transaction'
       ' that deferred it has committed. If another transaction may be changing it, try again.');
   end if;
-  v_args := queue._uncut(queue._hidden_paths() -> (v_before -> 0 ->> 'task'), set_args.args,
+  v_args := queue._unmask_args(queue._hidden_paths() -> (v_before -> 0 ->> 'task'), set_args.args,
     v_before -> 0 -> 'args');
   perform queue._check_size('args', v_args);
   perform queue._override(set_args.id, p_args => v_args);

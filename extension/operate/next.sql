@@ -25,7 +25,8 @@ begin
   v_worker := queue._register_worker('operator', queues, '{"listen": false}');
   select queue._claim_by_options(v_worker, queues, 1, '{}', true, true) as ids into v_found;
   select c.id, c.claim,
-    c.task, case when x.size <= {{answer_bytes}} then queue._cut(queue._hidden_paths() -> c.task, c.args) end,
+    c.task,
+    case when x.size <= {{answer_bytes}} then queue._mask_args(queue._hidden_paths() -> c.task, c.args) end,
     c.queue, c.priority, c.lock, c.attempt, c.scheduled_at,
     c.deadline,
     case when x.size <= {{answer_bytes}} then c.headers end

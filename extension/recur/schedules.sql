@@ -35,9 +35,10 @@ begin
       'Each run adds it: the time of the run.');
   end if;
   perform queue._check_size('args', v_args);
-  perform queue._uncut(queue._hidden_paths() -> schedule.task, v_args, '{}');
+  perform queue._unmask_args(queue._hidden_paths() -> schedule.task, v_args, '{}');
   v_options := queue._check_schedule_options(schedule.options, v_args);
-  perform queue._check_templates(t.sensitive, v_options) from queue.task t where t.name = schedule.task;
+  perform queue._refuse_sensitive_templates(t.sensitive, v_options)
+  from queue.task t where t.name = schedule.task;
   v_parsed := queue._cron_parse(schedule.cron);
   perform queue._check_timezone(schedule.timezone);
   if queue._cron_next(v_parsed, schedule.timezone, clock_timestamp()) is null then

@@ -21,7 +21,7 @@ begin
   end if;
   if v_policy ?| '{wait,linear_wait,exponential_wait}' then
     v_seconds := queue._number(v_policy -> 'wait') + queue._number(v_policy -> 'linear_wait') * (v_k - 1)
-      + case when v_policy ? 'exponential_wait' then queue._grow(1,
+      + case when v_policy ? 'exponential_wait' then queue._exponential_delay(1,
         queue._number(v_policy -> 'exponential_wait'), v_k) else 0 end;
   elsif v_policy ? 'first' and v_k = 1 then
     v_seconds := queue._seconds(v_policy -> 'first');
@@ -30,7 +30,7 @@ begin
     v_seconds := case coalesce(v_policy ->> 'backoff', 'constant')
       when 'constant' then queue._seconds(v_policy -> 'base')
       when 'linear' then queue._seconds(v_policy -> 'base') * v_k
-      else queue._grow(queue._seconds(v_policy -> 'base'), case
+      else queue._exponential_delay(queue._seconds(v_policy -> 'base'), case
         when v_policy ? 'factor' then queue._number(v_policy -> 'factor') else 2 end, v_k - 1) end;
   end if;
   v_seconds := least(v_seconds, case when v_policy ? 'cap' then queue._seconds(v_policy -> 'cap') end,
@@ -75,7 +75,8 @@ end $$;
 
 -- base * factor ^ n, at most ten years in seconds, and 0 below a nanosecond: neither overflows nor
 -- underflows.
-create or replace function queue._grow(p_base double precision, p_factor double precision, p_n integer)
+create or replace function queue._exponential_delay(
+  p_base double precision, p_factor double precision, p_n integer)
 returns double precision language plpgsql immutable parallel safe security invoker as $$
 declare
   v_log double precision;

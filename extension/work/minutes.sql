@@ -168,7 +168,8 @@ begin
     coalesce(sum(a.n) filter (where a.is_job and a.state = 'failed'), 0),
     coalesce(sum(a.n) filter (where a.is_job and a.state = 'cancelled'), 0),
     coalesce(sum(a.n) filter (where not a.is_job), 0),
-    queue._counts(array_agg(a.wait), array_agg(a.n)), queue._counts(array_agg(a.run), array_agg(a.n))
+    queue._counts_by_class(array_agg(a.wait), array_agg(a.n)),
+    queue._counts_by_class(array_agg(a.run), array_agg(a.n))
   from alike a group by a.minute, a.queue, a.task
   on conflict on constraint minute_pkey do update
   set (succeeded, failed, cancelled, failures, waits, runs) = (m.succeeded + excluded.succeeded,
@@ -187,7 +188,7 @@ end $$;
 
 -- How many times are in each class, up to the last class that has any. p_classes[i]: the class of
 -- p_numbers[i] times.
-create or replace function queue._counts(p_classes integer[], p_numbers bigint[])
+create or replace function queue._counts_by_class(p_classes integer[], p_numbers bigint[])
 returns integer[] language plpgsql immutable parallel safe security invoker as $$
 declare
   v_last integer := 0;

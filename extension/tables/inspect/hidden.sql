@@ -18,7 +18,7 @@ select a.id, a.at, a.role, a.login, a.call,
       select c.args
       from (select a.args -> 'args' as args, (select h.paths from queue.hidden_paths h)
         -> coalesce(a.args ->> 'task', a.before -> 0 ->> 'task') as paths) x
-      cross join lateral ({{cut}}) c (args)))
+      cross join lateral ({{masked}}) c (args)))
     else a.args end as args,
   a.ids, a.queues,
   case when a.before ? 'args' and (select h.paths from queue.hidden_paths h) ? (a.before ->> 'task')
@@ -26,13 +26,13 @@ select a.id, a.at, a.role, a.login, a.call,
       select c.args
       from (select a.before -> 'args' as args, (select h.paths from queue.hidden_paths h)
         -> (a.before ->> 'task') as paths) x
-      cross join lateral ({{cut}}) c (args)))
+      cross join lateral ({{masked}}) c (args)))
     when a.before -> 0 ? 'args' and (select h.paths from queue.hidden_paths h) ? (a.before -> 0 ->> 'task')
     then jsonb_set(a.before, '{0,args}', (
       select c.args
       from (select a.before -> 0 -> 'args' as args, (select h.paths from queue.hidden_paths h)
         -> (a.before -> 0 ->> 'task') as paths) x
-      cross join lateral ({{cut}}) c (args)))
+      cross join lateral ({{masked}}) c (args)))
     else a.before end as before
 from queue.audit_log a cross join (select) read_only
 where (select x.is_all from queue.visible_queues x)

@@ -137,7 +137,7 @@ select j.id, j.task, j.queue, j.state, j.reason,
   case when (select h.paths from queue.hidden_paths h) ? j.task
     then (select c.args
       from (select j.args, (select h.paths from queue.hidden_paths h) -> j.task as paths) x
-      cross join lateral ({{cut}}) c (args))
+      cross join lateral ({{masked}}) c (args))
     else j.args end as args,
   j.priority, j.lock, j.queueing_lock, j.concurrency_key, j.needs, j.deadline, j.scheduled_at, j.expires_at,
   j.created_at, j.started_at, j.finished_at, j.attempts, j.failures, j.crashes, j.claims, j.claim,

@@ -193,7 +193,7 @@ select s.name, s.cron, s.timezone, s.task,
   case when (select h.paths from queue.hidden_paths h) ? s.task
     then (select c.args
       from (select s.args, (select h.paths from queue.hidden_paths h) -> s.task as paths) x
-      cross join lateral ({{cut}}) c (args))
+      cross join lateral ({{masked}}) c (args))
     else s.args end as args, s.options, s.is_enabled as enabled,
   s.next_run_at, s.last_run_at, s.last_job_id, case when s.is_enabled then s.reason else 'disabled' end
     as reason,

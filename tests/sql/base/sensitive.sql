@@ -34,7 +34,7 @@ create function pg_temp.reader(p_query text) returns text language sql as $$ sel
 create function pg_temp.operator(p_query text) returns text language sql as $$ select pg_temp.seen('pgdefer_hide_operator', p_query) $$;
 create function pg_temp.worker(p_query text) returns text language sql as $$ select pg_temp.seen('pgdefer_hide_worker', p_query) $$;
 -- What paths leave of args
-create function pg_temp.cut(p_paths text, p_args text) returns text language sql as $$ select queue._cut(queue._sensitive_paths(p_paths::jsonb), p_args::jsonb)::text $$;
+create function pg_temp.cut(p_paths text, p_args text) returns text language sql as $$ select queue._mask_args(queue._sensitive_paths(p_paths::jsonb), p_args::jsonb)::text $$;
 
 -- Paths
 select is(pg_temp.cut(p.paths, p.args), p.shown::jsonb::text, p.what) from (values

@@ -97,7 +97,7 @@ select ok(t.wait_p95 <= '1.3 ms', 'a start before it was due is no wait') from q
 select ok(abs(1 - extract(epoch from queue._percentile(array[queue._class_of(n * interval '1 ms')], '{1}', 0.5)) * 1000 / n) <= 0.122 + 0.002, n || ' ms')
 from unnest('{2,10,12.5,12.6,1000,99999,86400000}'::numeric[]) n;
 select is(queue._add_counts(a::integer[], b::integer[]), c::integer[], a || ' and ' || b) from (values ('{}', '{}', '{}'), ('{}', '{0,3}', '{0,3}'), ('{0,3}', '{}', '{0,3}'), ('{1,2}', '{4,0,5}', '{5,2,5}'), ('{4,0,5}', '{1,2}', '{5,2,5}')) v (a, b, c);
-select is(queue._counts('{3,null,1,3}', '{1,9,2,4}'), '{2,0,5}', 'the counts of classes, of which one is unknown');
+select is(queue._counts_by_class('{3,null,1,3}', '{1,9,2,4}'), '{2,0,5}', 'the counts of classes, of which one is unknown');
 select is(queue._class_of(t::interval), c, 'the class of ' || t) from (values ('0', 1), ('-1 hour', 1), ('1 ms', 1), ('1.3 ms', 2), ('100 years', 90)) v (t, c);
 
 -- Bounded work
