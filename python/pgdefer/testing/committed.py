@@ -13,7 +13,7 @@ from pgdefer.database.callers import Rows
 from pgdefer.database.own_threads import has_running_loop
 from pgdefer.database.sql import Statement
 from pgdefer.errors import JobFailed
-from pgdefer.testing.asking import PAGE, AskingQueue
+from pgdefer.testing.base import PAGE, TestQueueBase
 from pgdefer.testing.connections import at_once
 from pgdefer.testing.jobs import DeferredJob
 from pgdefer.testing.threads import run_apart
@@ -21,7 +21,7 @@ from pgdefer.testing.threads import run_apart
 __all__ = ["CommittedTestQueue"]
 
 
-class CommittedTestQueue(AskingQueue):
+class CommittedTestQueue(TestQueueBase):
     """The queue in the App's own database, with a worker that runs until nothing is due.
 
     Use it for tests that a rolled-back transaction does not allow: of commits, processes, timeouts,

@@ -25,7 +25,7 @@ from pgdefer.errors import JobCancelled, JobFailed
 from pgdefer.options import JobOptions, as_list
 from pgdefer.tasks.batch import BatchJob
 from pgdefer.tasks.context import JobContext, running_job
-from pgdefer.testing.asking import AskingQueue
+from pgdefer.testing.base import TestQueueBase
 from pgdefer.testing.connections import (
     AsyncOverSync,
     at_once,
@@ -54,7 +54,7 @@ _WORKER = {
 }
 
 
-class TestQueue(StandingIn, AskingQueue):
+class TestQueue(StandingIn, TestQueueBase):
     """The queue as one test sees it: all calls of the App use the test's own connection.
 
     `connection` is Django's, a psycopg connection, or an SQLAlchemy connection or session, in the

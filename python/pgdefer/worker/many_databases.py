@@ -27,10 +27,10 @@ from pgdefer.worker.options import WorkerOptions, check_options
 from pgdefer.worker.prefetch import MOST_OF_MANY
 from pgdefer.worker.probes import Answer, Probes, answer
 from pgdefer.worker.shared_slots import DatabaseSlots, SharedSlots
+from pgdefer.worker.shielded import run_shielded
 from pgdefer.worker.state import check_may_run
 from pgdefer.worker.threads import Threads
 from pgdefer.worker.turnstile import Turnstile
-from pgdefer.worker.uncancelled import to_the_end
 from pgdefer.worker.unix_signals import run_until_signal, signals
 from pgdefer.worker.worker import Shared, Worker
 
@@ -184,7 +184,7 @@ class MultiWorker:
             try:
                 await self._serve_all()
             finally:
-                await to_the_end(self._close)
+                await run_shielded(self._close)
         if self._errors:
             raise PgDeferError(
                 f"{len(self._errors)} databases could not be drained: "
@@ -287,7 +287,7 @@ class MultiWorker:
             for task in self._tasks:
                 task.cancel()
             if self._tasks:
-                await to_the_end(lambda: asyncio.gather(*self._tasks, return_exceptions=True))
+                await run_shielded(lambda: asyncio.gather(*self._tasks, return_exceptions=True))
 
     async def _watch(self, file: DsnFile) -> None:
         """Follow the file."""

@@ -44,12 +44,12 @@ from pgdefer.worker.probes import Answer, Probes, answer
 from pgdefer.worker.processes import Processes
 from pgdefer.worker.registration import Registration
 from pgdefer.worker.runners import FunctionRunner, LoopRunner, ProcessRunner, ThreadRunner
+from pgdefer.worker.shielded import run_shielded
 from pgdefer.worker.slots import parse_slots
 from pgdefer.worker.state import GRACE, WorkerState, check_may_run
 from pgdefer.worker.supervisor import SupervisorChannel
 from pgdefer.worker.threads import Threads
 from pgdefer.worker.turnstile import Turn
-from pgdefer.worker.uncancelled import to_the_end
 from pgdefer.worker.unix_signals import run_until_signal, signals
 
 __all__ = ["Shared", "Worker"]
@@ -201,7 +201,7 @@ class Worker:
                 self.stop_at_once()
                 raise
             finally:
-                await to_the_end(self._end)
+                await run_shielded(self._end)
 
     async def _fetch_until_end(self) -> None:
         """Fetch until the end. Cancelled, it stops first, if there is a time for that."""
@@ -215,7 +215,7 @@ class Worker:
             raise
         finally:
             fetching.cancel()
-            await to_the_end(lambda: asyncio.gather(fetching, return_exceptions=True))
+            await run_shielded(lambda: asyncio.gather(fetching, return_exceptions=True))
 
     def _answer(self, path: str) -> Answer:
         """Answer a probe. Called in threads."""

@@ -49,7 +49,7 @@ LAYERS = [
     tasks.blueprint
     worker.probes worker.prefetch
     worker.options worker.slots worker.threads worker.memory worker.supervisor worker.state
-    worker.unix_signals worker.databases worker.turnstile worker.uncancelled worker.forked
+    worker.unix_signals worker.databases worker.turnstile worker.shielded worker.forked
     worker.outcomes worker.listener
     worker.ending worker.claim
     worker.transaction worker.heartbeat

@@ -26,10 +26,10 @@ __all__ = [
     "discard",
     "end_implicit",
     "is_of_test",
-    "left_ones",
+    "leftover_connections",
+    "leftover_state",
     "loses_writes",
     "renew_connections",
-    "what_is_left",
 ]
 
 
@@ -60,7 +60,7 @@ def renew_connections() -> None:
 
     Django itself notices a closed connection only when a statement fails.
     """
-    for connection in _idle_ones():
+    for connection in _clean_connections():
         if isinstance(connection.connection, psycopg.Connection) and not is_usable(
             connection.connection
         ):
@@ -71,7 +71,7 @@ def renew_connections() -> None:
 
 def close_connections() -> None:
     """Close this thread's connections that should not be kept, as Django does after a request."""
-    for connection in _idle_ones():
+    for connection in _clean_connections():
         _close_if_obsolete(connection)
 
 
@@ -82,10 +82,10 @@ def _close_if_obsolete(connection: BaseDatabaseWrapper) -> None:
         connection.close_if_unusable_or_obsolete()
 
 
-def _idle_ones() -> list[BaseDatabaseWrapper]:
+def _clean_connections() -> list[BaseDatabaseWrapper]:
     """Return this thread's open connections that are as a handler must find them."""
     every = connections.all(initialized_only=True)
-    return [one for one in every if one.connection is not None and not what_is_left(one)]
+    return [one for one in every if one.connection is not None and not leftover_state(one)]
 
 
 def is_of_test(connection: BaseDatabaseWrapper) -> bool:
@@ -94,7 +94,7 @@ def is_of_test(connection: BaseDatabaseWrapper) -> bool:
     return bool(blocks) and bool(blocks[0]._from_testcase)
 
 
-def left_ones() -> list[BaseDatabaseWrapper]:
+def leftover_connections() -> list[BaseDatabaseWrapper]:
     """Return this thread's connections that are not as a handler must find them.
 
     Django would do all that follows on such a connection in a transaction that nobody commits. One
@@ -105,11 +105,11 @@ def left_ones() -> list[BaseDatabaseWrapper]:
         for one in connections.all(initialized_only=True)
         if (one.connection is not None or one.in_atomic_block)
         and not is_of_test(one)
-        and what_is_left(one)
+        and leftover_state(one)
     ]
 
 
-def what_is_left(connection: BaseDatabaseWrapper) -> str | None:
+def leftover_state(connection: BaseDatabaseWrapper) -> str | None:
     """Return how a connection differs from a new one, None if it does not."""
     wanted = connection.settings_dict["AUTOCOMMIT"]
     if connection.in_atomic_block:

@@ -27,10 +27,10 @@ from pgdefer.contrib.django.connections import (
     discard,
     end_implicit,
     is_of_test,
-    left_ones,
+    leftover_connections,
+    leftover_state,
     loses_writes,
     renew_connections,
-    what_is_left,
 )
 from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.own_threads import has_running_loop
@@ -84,11 +84,11 @@ def _fresh_connections(job: JobContext) -> Iterator[None]:
 
 def _discard_left(job: JobContext, others: Collection[str] = ()) -> None:
     """Close what a handler has left in a transaction, which would swallow all later writes."""
-    for connection in left_ones():
+    for connection in leftover_connections():
         if connection.alias in others:
             continue
         end_implicit(connection)
-        what = what_is_left(connection)
+        what = leftover_state(connection)
         if what is None:
             continue
         said = "%r: the connection to the database %r is closed, as it was left %s"
@@ -101,12 +101,14 @@ def _discard_left(job: JobContext, others: Collection[str] = ()) -> None:
 
 def _left() -> frozenset[str]:
     """Return the databases on which this thread has a transaction."""
-    return frozenset(connection.alias for connection in left_ones())
+    return frozenset(connection.alias for connection in leftover_connections())
 
 
 def _lost(others: Collection[str] = ()) -> list[str]:
     """Return the databases on which this thread has a transaction that may have written."""
-    lost = [one.alias for one in left_ones() if one.alias not in others and loses_writes(one)]
+    lost = [
+        one.alias for one in leftover_connections() if one.alias not in others and loses_writes(one)
+    ]
     return sorted(lost)
 
 

@@ -13,7 +13,7 @@ from django.utils.functional import LazyObject, Promise, empty
 from django.utils.safestring import SafeString
 
 from pgdefer.codec import Codec
-from pgdefer.contrib.django.connections import renew_connections, what_is_left
+from pgdefer.contrib.django.connections import leftover_state, renew_connections
 from pgdefer.errors import DecodeError, EncodeError
 from pgdefer.tasks.context import running_job
 
@@ -51,7 +51,7 @@ def _decode_row(value: dict[str, Any]) -> models.Model:
     is_in_job = running_job() is not None  # elsewhere the connection is the caller's
     if was_open and is_in_job:
         renew_connections()
-    may_end = is_in_job and (not was_open or not what_is_left(connection))
+    may_end = is_in_job and (not was_open or not leftover_state(connection))
     try:
         row: models.Model = model._base_manager.using(alias).get(pk=value["pk"])
     except model.DoesNotExist as error:

@@ -16,7 +16,7 @@ from pgdefer.options import ENDED, STATES
 
 from . import queries
 from .database import Refused, Unreachable
-from .matches import asked_of, find, kept
+from .matches import filters_of, find, used_filters
 from .pool import Full
 from .visit import BadRequest, Form, NotFound, Visit
 
@@ -287,8 +287,8 @@ def act_on_all(visit: Visit, action: JobAction) -> Response:
     Stopping means that the next slice is not requested. After trouble the visitor may request it.
     """
     form = visit.form
-    asked = asked_of(form, ONLY)
-    hidden = {ONLY + name: value for name, value in kept(asked).items()}
+    asked = filters_of(form, ONLY)
+    hidden = {ONLY + name: value for name, value in used_filters(asked).items()}
     hidden |= {"action": action.function, "scope": "all"}
     before = form.number("before")
     if not form.flag("confirmed"):

@@ -11,7 +11,7 @@ from typing import Any
 from . import queries
 from .visit import BadRequest, Form, Visit
 
-__all__ = ["TIMES", "asked_of", "find", "kept"]
+__all__ = ["TIMES", "filters_of", "find", "used_filters"]
 
 FILTERS = ("state", "queue", "task", "by", "pattern")
 # The times by which a filter selects, and what the page calls them.
@@ -30,7 +30,7 @@ BATCH = {NEAR: 100, FAR: 500}
 Found = tuple[list[dict[str, Any]], dict[str, Any] | None]
 
 
-def asked_of(form: Form, prefix: str = "") -> dict[str, Any]:
+def filters_of(form: Form, prefix: str = "") -> dict[str, Any]:
     """Return the filters in a URL or a form."""
     asked: dict[str, Any] = {name: form.maybe(prefix + name) for name in FILTERS}
     asked["by"] = asked["by"] or "text"
@@ -49,7 +49,7 @@ def has_time(asked: dict[str, Any]) -> bool:
     return asked["from"] is not None or asked["to"] is not None
 
 
-def kept(asked: dict[str, Any]) -> dict[str, str]:
+def used_filters(asked: dict[str, Any]) -> dict[str, str]:
     """Return the filters that are set."""
     unused = () if has_time(asked) else ("at", "zone")
     return {n: value for n, value in asked.items() if value is not None and n not in unused}

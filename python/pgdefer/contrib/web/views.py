@@ -15,7 +15,7 @@ from pgdefer.options import STATES
 from . import plots, queries
 from .actions import JOB_ACTIONS, MANY_ACTIONS, is_possible
 from .drawing import draw
-from .matches import FAR, NEAR, TIMES, asked_of, find, kept
+from .matches import FAR, NEAR, TIMES, filters_of, find, used_filters
 from .visit import NotFound, Visit, templates
 
 __all__ = ["VIEWS"]
@@ -36,18 +36,18 @@ def now(visit: Visit) -> Response:
 
 def jobs(visit: Visit) -> Response:
     """List and search jobs, newest first."""
-    asked = asked_of(visit.query)
+    asked = filters_of(visit.query)
     looks = FAR if visit.query.flag("far") else NEAR
     rows, end = find(visit, asked, visit.query.number("before"), PAGE, looks)
     return visit.page(
         "jobs.html",
         jobs=rows,
         asked=asked,
-        filters=kept(asked),
+        filters=used_filters(asked),
         states=STATES,
         times=TIMES,
         end=end,
-        link=lambda **more: "?" + urllib.parse.urlencode({**kept(asked), **more}),
+        link=lambda **more: "?" + urllib.parse.urlencode({**used_filters(asked), **more}),
         actions=[a for a in MANY_ACTIONS.values() if visit.session.may(a.function)],
         done=visit.query.maybe("done"),
     )

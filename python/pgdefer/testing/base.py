@@ -20,7 +20,7 @@ from pgdefer.testing.assertions import Assertions, checked_app
 from pgdefer.testing.jobs import DeferredJob, deferred_job
 from pgdefer.testing.threads import Threads
 
-__all__ = ["PAGE", "AskingQueue"]
+__all__ = ["PAGE", "TestQueueBase"]
 
 # How many jobs one call returns, and one call deletes.
 PAGE = 1000
@@ -29,7 +29,7 @@ _LONGEST = dt.timedelta(days=365_000)
 _OF_SCHEDULES = {"catch_up", "max_delay", "overlap", "enabled", "deadline"}
 
 
-class AskingQueue(Assertions[DeferredJob]):
+class TestQueueBase(Assertions[DeferredJob]):
     """Asks about the jobs of a test, and shifts their times."""
 
     def __init__(self, app: App) -> None:

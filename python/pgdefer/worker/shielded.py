@@ -1,4 +1,4 @@
-"""Work that goes on to its end when the coroutine that waits for it is cancelled.
+"""Work that ends as planned although the coroutine that waits for it is cancelled.
 
 Tests: integration/test_worker_stops.py.
 """
@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-__all__ = ["to_the_end"]
+__all__ = ["run_shielded"]
 
 
-async def to_the_end(close: Callable[[], Awaitable[object]]) -> None:
-    """Call a function that has limits, and wait for its end; only then raise CancelledError.
+async def run_shielded(close: Callable[[], Awaitable[object]]) -> None:
+    """Call a function that ends by itself, wait for its end, and only then raise CancelledError.
 
-    It is called again if its own task was cancelled, as asyncio.run cancels all.
+    asyncio.shield does not suffice: asyncio.run cancels all tasks, also that of the function. It
+    is then called again.
     """
     cancelled: asyncio.CancelledError | None = None
     closing = asyncio.ensure_future(close())
