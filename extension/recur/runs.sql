@@ -112,6 +112,7 @@ begin
   looked_at := 0;
   runs := 0;
   has_more := false;
+  -- what v_plan and v_text are of: nothing yet
   select null::bigint[] as parsed, null::text as timezone, null::timestamptz as run_at,
     null::text as catch_up, null::interval as max_delay into v_plan_of;
   select null::text as timezone, null::timestamptz as run_at into v_text_of;
@@ -144,12 +145,10 @@ begin
       end if;
     end if;
     -- many schedules have the same runs
-    if (v_found.next_run_at, v_found.parsed, v_found.timezone, v_found.catch_up) = (v_plan_of.run_at,
-      v_plan_of.parsed, v_plan_of.timezone, v_plan_of.catch_up)
-      and v_found.max_delay is not distinct from v_plan_of.max_delay
+    if (v_found.next_run_at, v_found.parsed, v_found.timezone, v_found.catch_up, v_found.max_delay)
+      is distinct from (v_plan_of.run_at, v_plan_of.parsed, v_plan_of.timezone, v_plan_of.catch_up,
+        v_plan_of.max_delay)
     then
-      null;
-    else
       select * into v_plan
       from queue._plan_runs(v_found.parsed, v_found.timezone, v_found.next_run_at, p_now, v_found.catch_up,
         v_found.max_delay);
@@ -196,9 +195,7 @@ begin
           end if;
         end if;
       elsif v_found.is_plain and v_found.task_is_plain is not false then
-        if (v_run_at, v_found.timezone) = (v_text_of.run_at, v_text_of.timezone) then
-          null;
-        else
+        if (v_run_at, v_found.timezone) is distinct from (v_text_of.run_at, v_text_of.timezone) then
           v_text := queue._rfc3339(v_run_at, v_found.timezone);
           select v_found.timezone as timezone, v_run_at as run_at into v_text_of;
         end if;
