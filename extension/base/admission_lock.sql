@@ -1,4 +1,4 @@
--- The admission lock, and how to end a session that keeps it.
+-- Unblocking admission: the admission lock, and how to end a session that keeps it.
 -- Tests: admit/admission.sql.
 
 -- Locks: the admission lock by try. Raises: 42501 if the owner may not end that session.

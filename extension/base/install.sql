@@ -72,10 +72,9 @@ begin
   end loop;
 end $$;
 comment on function queue.uninstall(boolean) is
-  'Removes the tables, the views and every job, and revokes what grant_access granted. Objects that'
-    ' depend on the views are dropped too; what else the schema holds stays. Needs force => true; NULL is'
-    ' enough if there are no jobs. Waits for running sessions (55P03 if that takes too long); later calls get'
-    ' QJ090.';
+  'Removes the tables, the views and every job, and revokes what grant_access granted. Objects that depend'
+    ' on the views are dropped too; other objects in the schema stay. Needs force => true; NULL is enough if'
+    ' there are no jobs. Waits for running sessions (55P03 if that takes too long); later calls get QJ090.';
 
 create or replace function queue._refuse_to_uninstall()
 returns void language plpgsql stable parallel safe security invoker as $$

@@ -1,4 +1,4 @@
--- Groups, chains and graphs: jobs deferred with their needs in one call.
+-- Groups and chains in one call: jobs deferred with their needs.
 
 -- Locks and errors: as defer_many.
 create or replace function queue.defer_group(jobs jsonb, "then" jsonb)

@@ -1,5 +1,5 @@
--- Groups: opened under a name, open for jobs until closed, with callbacks: jobs that are deferred when all
--- jobs of the group have ended, when all have succeeded, or when one has failed.
+-- Groups with names: jobs join a group from its opening until it is closed. It may have callbacks: jobs that
+-- are deferred when all its jobs have ended, when all have succeeded, or when one has failed.
 
 -- Locks: the group's row. Transactions that open one name wait for each other, as with any unique key.
 -- Why no wake-up is lost: nobody waits for an open group.

@@ -1,4 +1,4 @@
--- Scaling by load: how many jobs of a queue should run at once.
+-- Sizing: how many jobs of a queue should run at once.
 -- Tests: inspect/stats.sql.
 
 -- The jobs that ended in the last 5 minutes tell how many slots they kept busy, and how long a job takes.

@@ -1,4 +1,4 @@
--- Invariants: queue.check() checks whether the tables agree with each other.
+-- Checking invariants: queue.check() checks whether the tables agree with each other.
 -- Tests: admit/restore.sql, operate/change.sql.
 
 -- Every violated invariant. It reads one snapshot; a sound database gives no row.

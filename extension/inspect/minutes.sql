@@ -1,4 +1,4 @@
--- What happened in the last hours, from the figures of each minute (work/minutes.sql).
+-- History: what happened in the last hours, from the figures of each minute (work/minutes.sql).
 -- Tests: work/minutes.sql.
 
 -- Cost: it reads a row for each minute in which jobs of a queue and task ended.

@@ -1,4 +1,4 @@
--- The jobs that a fetch would give next.
+-- Peeking: the jobs that a fetch would give next.
 -- It looks past 1,000 ready jobs of a lane whose key or lock is full, and so stays cheap if there are more.
 -- Tests: inspect/why.sql.
 
@@ -79,8 +79,8 @@ begin
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
 comment on function queue.peek(text[], integer) is
-  'Returns the jobs that fetch would claim next, in order. Changes nothing. It leaves out ready jobs'
-    ' whose key or lock is full now. Of the others it shows some even if a fetch will find that they wait'
-    ' for a key, a lock in mode mutex, or other shares. It does not show a job that waits for a key behind'
-    ' a ready job which another full key stops: a fetch first sends that one to wait. It shows fewer jobs'
-    ' of a queue at its limit whose jobs have just ended. Sensitive args read *** for all but the owner.';
+  'Returns the jobs that fetch would claim next, in order. Changes nothing. It is an estimate: it leaves'
+    ' out ready jobs whose key or lock is full now, but shows some that a fetch will find to wait for a key,'
+    ' a lock in mode mutex, or other shares. It may leave out a job that waits for a key behind a ready job'
+    ' which another full key stops, and some jobs of a queue at its limit whose jobs have just ended.'
+    ' Sensitive args read *** for all but the owner.';

@@ -1,4 +1,4 @@
--- Figures: how many jobs there are, and how fast they run.
+-- Statistics: how many jobs there are, and how fast they run.
 
 -- Cost: it reads unfinished jobs, failed ones, and those that ended within the hour, not the rest.
 create or replace function queue.stats()

@@ -1,5 +1,5 @@
--- Triggers that defer jobs: PostgreSQL does not call them when they are created, so the faults of one would
--- first meet the rows of an application.
+-- Checking triggers that defer jobs: PostgreSQL does not call a trigger when it is created, so a mistake in
+-- one would first be met by the rows of an application.
 
 -- Raises: 22023.
 create or replace function queue.check_triggers(of_table regclass default null)

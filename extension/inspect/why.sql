@@ -1,4 +1,4 @@
--- Explanations: why a job is not running.
+-- Why a job is not running: explanations in words.
 
 -- Raises: QJ001.
 create or replace function queue.why(id bigint)

@@ -63,10 +63,11 @@ begin
   return query select t.id, t.outcome, t.error from queue._change_results(v_ids, v_done) t;
 end $$;
 comment on function queue.cancel_children(bigint, boolean) is
-  'Cancels the jobs that a job has deferred and waits for, and theirs, recursively: those that have not'
-    ' started; with abort, the workers of running ones are told to stop them. To cancel a job with its'
-    ' children, cancel the job first. At most 1,000 at a time: call it again while it returns so many.'
-    ' Returns a row for each: cancelled, running (it was told to stop), or an error with its state.';
+  'Cancels the children of a job that have not started, and their children, recursively. Children are the'
+    ' jobs that a job has deferred and waits for. With abort, it also tells the workers of running children'
+    ' to stop them. To cancel a job with its children, cancel the job first. It cancels at most 1,000: call'
+    ' it again if it returns as many. Returns a row for each: cancelled, running (it was told to stop), or'
+    ' an error with its state.';
 
 -- The first 1,000 jobs below a job that have not ended; without p_abort only those that do not run, with it
 -- also those that run and were not told to stop. Each job has one parent, which is older, so this ends.

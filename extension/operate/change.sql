@@ -188,7 +188,7 @@ begin
   return queue._state(set_args.id);
 end $$;
 comment on function queue.set_args(bigint, jsonb) is
-  'Replaces all args of a job that neither runs nor has succeeded by another object; a failed or'
-    ' cancelled job uses them for its retry. Its lock and keys stay as they were filled from the old args.'
-    ' Whatever a role that may not see sensitive args leaves as it was shown, with ***, keeps its old value;'
-    ' a new *** in place of a sensitive value is refused. Returns its state.';
+  'Replaces all args of a job that neither runs nor has succeeded by another object; a failed or cancelled'
+    ' job uses them for its retry. Its lock and keys stay as they were filled from the old args. If the role'
+    ' may not see sensitive args, each part that it leaves as it was shown, with ***, keeps its old value; a'
+    ' new *** in place of a sensitive value is refused. Returns its state.';

@@ -1,4 +1,4 @@
--- Going back: a job, or a copy of it, continues from one of its steps.
+-- Forking a job: a copy of it continues from one of its steps.
 
 -- Locks: none, as copy: it only appends. Why no wake-up is lost: the copy is a new job of the log; see defer.
 -- Raises: 22023, QJ001, QJ009. Two sessions: operate/fork.retry.spec.
@@ -38,9 +38,9 @@ begin
   return v_id;
 end $$;
 comment on function queue.fork(bigint, text) is
-  'Defers a copy of a job (queue.copy) that continues from one of its finished steps: the copy has the steps'
-    ' that were finished before that one, and finds the jobs that it awaited, as far as these have ended.'
-    ' Returns the id of the copy.';
+  'Defers a copy of a job (queue.copy) that continues from one of its finished steps: the copy has the'
+    ' steps that were finished before that one, and finds the results of the jobs that it awaited, if these'
+    ' have ended. Returns the id of the copy.';
 
 -- Raises: QJ009, always.
 create or replace function queue._no_such_step(id bigint, step text)

@@ -1,4 +1,4 @@
--- Limits and rates of concurrency keys, changed while jobs run.
+-- Limits and rates of concurrency keys: changed while jobs run.
 -- Tests: operate/keys.sql, operate/keys.fetch.spec, admit/rates.sql.
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.

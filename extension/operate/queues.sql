@@ -1,4 +1,4 @@
--- Queues, with their own limits, pauses and retention.
+-- Queues: their limits, pauses and retention.
 
 -- Locks: the queue's row, which a session that creates it may hold (not under the admission lock, so that no
 -- other session waits for it); then the admission lock, waited for. Raises: 22023, QJ008; 40001 if the queue

@@ -90,11 +90,11 @@ begin
   return v_next_run_at;
 end $$;
 comment on function queue.schedule(text, text, text, jsonb, text, jsonb) is
-  'Defers a job at each run of a cron expression in a time zone, with scheduled_for in its args. Calling'
-    ' it again with the same arguments has no effect; others take effect at once. Returns the next run, NULL'
-    ' if disabled. options: those of defer but parent, queue, priority, lock, queueing_lock, concurrency_key,'
-    ' concurrency_limit, deadline (an interval from the time of the run), and catch_up (none | latest |'
-    ' all), max_delay (1 second to 4,000 years), overlap (allow | skip), enabled, source.';
+  'Defers a job at each run of a cron expression in a time zone, with scheduled_for in its args. Calling it'
+    ' again with the same arguments has no effect; other arguments change the schedule at once. Returns the'
+    ' next run, NULL if disabled. options: those of defer but parent, queue, priority, lock, queueing_lock,'
+    ' concurrency_key, concurrency_limit, deadline (an interval from the time of the run), and catch_up (none'
+    ' | latest | all), max_delay (1 second to 4,000 years), overlap (allow | skip), enabled, source.';
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 create or replace function queue.unschedule(name text)

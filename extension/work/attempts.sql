@@ -1,4 +1,4 @@
--- The end of an attempt that did not succeed: retry policies, yields, releases, aborts, crashes.
+-- Attempts that did not succeed: retry policies, yields, releases, aborts, crashes.
 
 -- Locks: none. Raises: QJ001, QJ002.
 create or replace function queue.attempts_left(id bigint, claim bigint)
@@ -37,9 +37,9 @@ begin
           where a.job_id = attempt_outcome.id and a.claim = attempt_outcome.claim);
 end $$;
 comment on function queue.attempt_outcome(bigint, bigint) is
-  'Returns how queue.attempts shows the end of a claim; NULL if it has succeeded or has not ended. For a'
-    ' worker whose handler has ended its claim by sleep, wait, await_jobs or fail_step: if the job was told'
-    ' to abort, that ended as aborted.';
+  'Returns how queue.attempts shows the end of a claim; NULL if it has succeeded or has not ended. A'
+    ' worker calls it if its handler has ended the claim by sleep, wait, await_jobs or fail_step: if the job'
+    ' was told to abort, the claim has ended as aborted.';
 
 -- Ends the claim with an outcome other than succeeded and returns the job's new state. In addition to the
 -- outcomes of _check_outcome there are two internal ones: retried (by queue.retry with force; at and change:

@@ -1,5 +1,5 @@
--- How long a failed job waits for its next attempt. Whether it has one, and when: _judge_attempt
--- (work/attempts.sql).
+-- Retry delays: how long a failed job waits for its next attempt. _judge_attempt (work/attempts.sql) decides
+-- whether there is one.
 -- Tests: work/attempts.sql.
 
 -- With n failures before this one (n = failures - 1):

@@ -90,8 +90,8 @@ comment on function queue.fail(bigint, bigint, text, jsonb, jsonb) is
     ' error and 100 kB of details; of larger details, the size and the beginning. options: retryable (false:'
     ' fail at once; true: retry, whatever the policy), retry_at or retry_in (the time; without a policy they'
     ' also cause the retry), and priority, queue, lock to change on retry (lock: empty text for none),'
-    ' reason (stored with a failed job), outcome (timed_out, if the worker ended the attempt for that). For'
-    ' several in one transaction see succeed.';
+    ' reason (stored with a failed job), outcome (timed_out, if the worker ended the attempt for its'
+    ' timeout). For several in one transaction see succeed.';
 
 -- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ005, QJ008.
 create or replace function queue.retry_later(id bigint, claim bigint, at timestamptz default null,

@@ -27,10 +27,10 @@ begin
   return v_expires_at;
 end $$;
 comment on function queue.extend(bigint, bigint, interval) is
-  'Gives the claim its own lease from now on. Only the lease then decides when the claim is dead,'
-    ' whatever happens to its worker. Returns the end of the lease. A timeout still limits the attempt; but'
-    ' a claim that is extended after its timeout lives as long as the lease: so a live worker reports that'
-    ' it could not end the handler.';
+  'Gives the claim its own lease from now on. Only the lease then decides when the claim is dead, even if'
+    ' its worker dies. Returns the end of the lease. A timeout still limits the attempt. But if a live worker'
+    ' extends the claim after the timeout, to report that it could not end the handler, the claim lives as'
+    ' long as the lease.';
 
 -- The earliest end of leases and timeouts that were set before workers could reach the server (_up_since).
 create or replace function queue._grace_until()

@@ -1,4 +1,4 @@
--- Signals and events, for which durable jobs wait.
+-- Signals and events: what durable jobs wait for.
 --
 -- Both functions only append, as defer does: they may be called from triggers, in any isolation level, and at
 -- the same time as anything else. They take no lock except the sleep lock, shared and by try. Admission

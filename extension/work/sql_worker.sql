@@ -1,4 +1,4 @@
--- Tasks that are database functions, and a worker in SQL alone.
+-- Tasks in SQL: tasks that are database functions, and a worker in SQL alone.
 --
 -- register_task names the function (defer/tasks.sql). Only the owner may do so, because workers call it with
 -- their own rights: run_function and work are security invoker. So everything in them is qualified, they have
@@ -78,10 +78,11 @@ end $$;
 comment on procedure queue.work(text[], integer) is
   'A worker in SQL: runs jobs of the queues whose tasks are database functions, one after another, until'
     ' none is left or max_jobs have run. It claims each job in one transaction, and runs it in another'
-    ' together with its outcome. For psql, pg_cron or a loop, but not in a transaction block: there it'
-    ' raises 2D000, invalid transaction termination. A statement_timeout set before limits the whole call;'
-    ' the job that it ends has timed out. A job''s own timeout can''t end its function, but undoes it when it'
-    ' returns.';
+    ' together with its outcome. Call it from psql, pg_cron or a loop, but not in a transaction block: there'
+    ' it raises 2D000, invalid transaction termination. A statement_timeout that is set before limits the'
+    ' whole call; the job that it interrupts has timed out. A job''s own timeout does not interrupt its'
+    ' function: if it has passed when the function returns, the attempt has timed out and the function''s'
+    ' writes are undone.';
 
 -- The statement that calls the function of a claim's task, with $1 for the args, and the args. NULL: the task
 -- has no function, or no longer. late_at: when its timeout has passed.

@@ -1,4 +1,4 @@
--- Waking at no cost: producers send a NOTIFY only while a worker sleeps.
+-- Sleeping and waking: producers send a NOTIFY only while a worker sleeps.
 --
 -- The sleep lock and the sleepers' lock are advisory (sleep_lock and sleeper_lock in extension/macros). defer
 -- takes the sleep lock shared, by try, until its transaction ends.
@@ -97,14 +97,14 @@ begin
   return next;
 end $$;
 comment on function queue.before_sleep(bigint, text[], jsonb) is
-  'Tells, in the session that listens, whether a worker may sleep: LISTEN on the channels, fetch once'
-    ' more, then wait for a notification for at most wait_for. may_sleep false: notifications may not'
-    ' arrive; just fetch again after wait_for. is_drained: no job of these queues is ready, due or still to'
-    ' be admitted, so none starts until somebody commits, ends, resumes or retries something, or a time'
+  'Returns whether a worker may sleep; call it in the session that listens. Then LISTEN on the channels,'
+    ' fetch once more, and wait for a notification for at most wait_for. may_sleep false: notifications may'
+    ' not arrive; just fetch again after wait_for. is_drained: no job of these queues is ready, due or still'
+    ' to be admitted, so none starts until somebody commits, ends, resumes or retries something, or a time'
     ' comes; options: tasks and deadline_within, as in fetch, for ready jobs; in_line: of the workers that'
-    ' serve the same, only the first two are notified of jobs; busy: it runs jobs, so it stands behind'
-    ' workers that do not. look_after: how long to wait after a notification on pgdefer, because another'
-    ' worker, which is likely to take the job, heard it too.';
+    ' serve the same queues, only the first two are notified of jobs; busy: the worker runs jobs, so it'
+    ' stands behind workers that do not. look_after: how long to wait after a notification on pgdefer,'
+    ' because another worker, which is likely to take the job, heard it too.';
 
 -- Locks: releases those that before_sleep took in this session; those of _leave_line.
 create or replace function queue.after_sleep(worker bigint)

@@ -16,9 +16,9 @@ begin
 end $$;
 comment on function queue.register_worker(text, text[], jsonb) is
   'Registers a worker that serves the queues (names, prefix*, *; NULL: all) and returns its id.'
-    ' queue.workers shows info; its keys client (its name and version: refused with QJ090 if it does not'
-    ' fit), dead_after (interval, 30 s), listen (false: the worker only polls, as behind a transaction'
-    ' pooler) and session (true: see queue.work) have a meaning.';
+    ' queue.workers shows info. These keys of info have a meaning: client (its name and version: refused with'
+    ' QJ090 if it is not compatible), dead_after (interval, 30 s), listen (false: the worker only polls, as'
+    ' behind a transaction pooler), session (true: see queue.work).';
 
 -- Locks: as _restart_grace, if all workers were silent; the worker's row; its rows of queue.abort; then as
 -- _maintain, which waits for nothing: the answer is complete by then.
@@ -109,10 +109,10 @@ begin
       and a.state = 'active' and a.wait_event_type is distinct from 'Client');
 end $$;
 comment on function queue.is_busy(integer) is
-  'Whether a session of the calling role (its number is pg_backend_pid) still works, or waits, for a call. A'
-    ' worker that has given up a call asks before it calls again: while no synchronous standby answers, each'
-    ' commit waits, however long its client has been gone, and so many sessions would use up'
-    ' max_connections.';
+  'Returns whether a session of the calling role (by its pg_backend_pid) is still at work on a call, or'
+    ' waits. A worker that has given up a call asks this before it calls again. Otherwise, while no'
+    ' synchronous standby answers, each new call would leave another waiting session, until max_connections'
+    ' is reached.';
 
 -- Locks: the worker's row; the claims' rows of queue.active_job, all before the admission lock, which is then
 -- taken by try.

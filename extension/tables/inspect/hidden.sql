@@ -40,5 +40,5 @@ where (select x.is_all from queue.visible_queues x)
     where q like any ((select x.queues from queue.visible_queues x)::text[]) is not true);
 comment on view queue.audit is
   'Calls by which operators changed jobs, queues, schedules, tasks, settings or access: the time, the role,'
-    ' the call with its arguments, the jobs that it changed, and the values before. In args of a task that'
-    ' has sensitive ones, the owner alone sees these.';
+    ' the call with its arguments, the jobs that it changed, and the values before. Only the owner sees'
+    ' sensitive args.';

@@ -43,8 +43,8 @@ where (w.gone_at is null or w.gone_at > statement_timestamp() - interval '1 minu
       where q like any ((select x.queues from queue.visible_queues x)::text[])));
 comment on view queue.workers is
   'Registered workers, and those that have gone within the last minute, or have died with jobs that still'
-    ' count as theirs. memory: the resident bytes that the last heartbeat told, or NULL. has_left: it said'
-    ' good-bye.';
+    ' count as theirs. memory: the resident bytes that the last heartbeat reported, or NULL. has_left: it has'
+    ' deregistered.';
 
 create view queue.tasks as
 select coalesce(t.name, p.task) as name, coalesce(t.defaults, '{}') as defaults,
@@ -55,8 +55,8 @@ full join (select p.task, array_agg(coalesce(p.queue, '*') order by p.no) as pau
            group by p.task) p on p.task = t.name;
 comment on view queue.tasks is
   'Registered tasks and their defaults. paused_in: the queues (names, prefix* or *) in which pause has'
-    ' stopped the task; queues that were resumed singly since are still covered by their pattern. A task that'
-    ' is paused is shown even if nobody has registered it.';
+    ' stopped the task; a pattern stays here even if single queues that it covers were resumed later. A task'
+    ' that is paused is shown even if nobody has registered it.';
 
 create view queue.queues as
 select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c.retain,
@@ -183,10 +183,10 @@ cross join lateral (
     1) as weight offset 0) w
 group by a.queue, a.priority, a.share, w.weight;
 comment on view queue.shares is
-  'Shares with ready jobs, or jobs that wait for slots, or that started within the last minute, by queue and'
-    ' priority; an empty share is that of the jobs without one. waiting: about how many such jobs it has, as'
-    ' far as its turns show. started: its starts in the last minute, among at most 10,000 that run and'
-    ' 10,000 that have ended. New jobs, which no fetch has looked at yet, do not count.';
+  'Shares with ready jobs, or jobs that wait for slots, or that started within the last minute, by queue'
+    ' and priority; the jobs without a share have an empty one. waiting: about how many such jobs it has,'
+    ' judged by its turns. started: its starts in the last minute, among at most 10,000 that run and 10,000'
+    ' that have ended. New jobs, which no fetch has looked at yet, do not count.';
 
 create view queue.schedules as
 select s.name, s.cron, s.timezone, s.task,
