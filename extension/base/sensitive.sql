@@ -139,7 +139,7 @@ begin
       with recursive {{walk}} select w.path, w.value from walk w where w.rest = '[]') w
     where w.value = '"***"' and p_old #> w.path is distinct from '"***"') then
     perform queue._invalid('args contain *** in place of a sensitive value',
-      'Write the value. queue.set_args also takes what holds it, an array as a whole, as it was shown.');
+      'Write the value, or leave the object or the whole array that holds it as it was shown.');
   end if;
   return v_args;
 end $$;

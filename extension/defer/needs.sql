@@ -20,7 +20,7 @@ begin
     perform queue._check_list('needs', p_needs::text[]);
   elsif cardinality(p_needs) > {{most_needs}} then
     perform queue._invalid(format('a job has at most %s needs', {{most_needs}}),
-      'Put the jobs into a group, and let a callback of the group go on.',
+      'Put the jobs into a group, and defer this job as a callback of the group.',
       format('needs: %s', cardinality(p_needs)));
   end if;
   perform pg_current_xact_id();

@@ -285,7 +285,7 @@ begin
       end if;
       if coalesce(jsonb_typeof(v_value), 'null') in ('object', 'array', 'null') then
         perform queue._invalid(format('%s names a field that args do not fill', what),
-          'Every {field} must be a text, number or boolean in args, which have no defaults of the handler.',
+          'Every {field} must be a text, number or boolean in args. Defaults of the handler are not in args.',
           format('template: %s, field: %s', template, left(v_parts[i], v_end - 1)));
       end if;
       v_text := v_text || (v_value #>> '{}') || replace(substr(v_parts[i], v_end + 1), '}}', '}');

@@ -161,6 +161,6 @@ begin
   detail := format('%s%% of their queue is in use', round((v_facts.usage * 100)::numeric))
     || case when v_facts.is_off then '; switched off here (pgdefer.notify): workers poll' else '' end;
   fix := case when status <> 'ok'
-    then 'A session that listens has had a transaction open for long: see pg_stat_activity, and end it.' end;
+    then 'A session that listens keeps a transaction open: find it in pg_stat_activity, and end it.' end;
   return next;
 end $$;

@@ -32,7 +32,7 @@ begin
       'type: ' || jsonb_typeof(v_args));
   elsif v_args ? 'scheduled_for' then
     perform queue._invalid('args may not contain scheduled_for',
-      'Each run adds it: the time of the run.');
+      'Leave it out: each run adds it, with the time of the run.');
   end if;
   perform queue._check_size('args', v_args);
   perform queue._unmask_args(queue._hidden_paths() -> schedule.task, v_args, '{}');
