@@ -71,8 +71,8 @@ end $$;
 --
 -- Why this ends: suppose that no claim ends, and that some jobs change lines for ever. Reserved slots of a
 -- key become free only if a job arrives, leaves the line of a later key, or gives them back there, once each
--- time (admit/reserve.sql). So room for the last key only shrinks, and jobs leave its line only so often. So
--- room for the key before it grows only so often, and so on.
+-- time (admit/reserve.sql). So room for the last key only shrinks, and jobs leave its line only a limited
+-- number of times. So room for the key before it grows only a limited number of times, and so on.
 -- Look at the time after that, and of these jobs at the first one by that order, m. Room only shrinks, so a
 -- job that goes to a line because it does not fit, or because a heavy one does not (_heavy_waiting), stays in
 -- it. So m goes to a line because the first job there, h, comes before it, and h changes lines no more. There

@@ -102,11 +102,12 @@ begin
   return v_grown;
 end $$;
 
--- A ready job holds no slot until it is claimed. If jobs begin to wait that come before ready ones of their
--- key and lane, and do not fit beside them, takes out as many of these by weight, the last ones: ids. They
--- arrive anew, and wait behind the others. keys: semaphores in which that left room. Not where shares take
--- turns. It looks at the last 1,000 ready jobs of a lane. _take_slots names the keys, but not for a job of
--- several keys that goes on from one line to another: two lines could give way to it in turn, for ever.
+-- A ready job holds no slot until it is claimed. So if jobs begin to wait that come before ready jobs of
+-- their key and lane, and do not fit beside them, this takes out as many of those ready jobs by weight, the
+-- last ones. ids: these jobs, which arrive again and wait behind the others. keys: the semaphores in which
+-- that left room. It looks at the last 1,000 ready jobs of a lane, and does nothing where shares take turns.
+-- _take_slots names the keys, except for a job of several keys that goes on from one line to another: two
+-- lines could give way to it in turn, for ever.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked: a ready job whose row
 -- another transaction holds keeps its place.
 -- Why no wake-up is lost: _advance sends the jobs on, and then calls _refill for their keys.

@@ -6,9 +6,9 @@
 -- Slots are taken at the claim, not before, so that a job which no worker starts holds none. For each key and
 -- lane, at most as many unclaimed jobs are in queue.active_job (`ready`) as the key has free slots, so that
 -- fetch does not read jobs that can't start. The others wait in queue.waiting; a new one does not come before
--- a ready one, as far as _make_way looks. If fetch meets a ready job whose key is full, or that a heavy one
--- goes before, it goes back there. A job with several keys waits for the first full one, and holds none, but
--- may reserve some. Rows are replaced, and read newest first.
+-- a ready one, as far as _make_way looks. If fetch meets a ready job whose key is full, or which a heavy job
+-- goes before, it sends that job back there. A job with several keys waits for the first full one, and holds
+-- no slots, but may reserve some. Rows are replaced, and read newest first.
 
 -- The keys of jobs by their flags: 'm' || lock and 'k' || concurrency key. n: the job's place in p_ids.
 create or replace function queue._keys_of(p_ids bigint[], p_flags smallint[])

@@ -11,7 +11,7 @@
 --
 -- A call on many jobs must keep no job from workers or other calls while it waits for one client. So it first
 -- waits for each row, key and lock alone, and lets it go again. Only then it takes all of them in their
--- order. If it waits for one for half a second, it lets all of them go and begins anew, four times at most.
+-- order. If it waits for one for half a second, it lets all of them go and starts again, four times at most.
 --
 -- A call whose transaction already holds the admission lock, from an earlier call, waits for none of these: a
 -- job that another transaction is at is busy. Otherwise nobody would get jobs meanwhile, and a worker that

@@ -1,5 +1,5 @@
--- Claiming: one lane, or the full loop; a newcomer: claim_newcomer.sql. finish.sql fences claims; their
--- numbers: base/era.sql.
+-- Claiming from one lane, or by the full loop. claim_newcomer.sql claims a new job, finish.sql fences claims,
+-- and base/era.sql says why their numbers never repeat.
 -- Tests: work/fetch.sql, work/claim.two.spec.
 
 -- Claims ready jobs, and admits if that is due: every 10 ms, because newcomers may have a higher priority, or

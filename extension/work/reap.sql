@@ -111,8 +111,8 @@ begin
                             and w.xmin <> pg_current_xact_id()::xid for update skip locked));
 end $$;
 
--- Ends the claims of gone workers until p_until, but at least 20; returns their number. A worker of which
--- none is left is clear, and it is over if none can appear any more.
+-- Ends the claims of gone workers until p_until, but at least 20; returns their number. A worker without
+-- claims is clear; it is over once no more can appear.
 -- Locks: rows of queue.worker by skip locked; each claim as _reap_claim; rows of queue.worker as before.
 create or replace function queue._reap_gone(p_until timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$

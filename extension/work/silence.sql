@@ -1,10 +1,10 @@
--- Silence of all workers at once, which says nothing of them: it counts anew.
+-- Silence of all workers at once: it says nothing about any of them, so their time starts again.
 -- Tests: work/reap.sql, work/reap.silence.spec.
 
--- Whether no worker has been seen for the least dead_after, and 25 s. Then the server was silent, or what is
--- before it (its machine was paused, or a pooler), or its clock was set forward. Live workers must get their
--- dead_after once more: else they would be given up, and their jobs run twice. They can all have died, too.
--- So it is true once, until one of them is seen. It is true, too, if the clock was set back past p_up_since.
+-- Whether no worker has been seen for the least dead_after, and 25 s. Then the server, its machine or a
+-- pooler was paused, or the clock was set forward. Live workers must get their dead_after once more:
+-- otherwise they would be declared dead, and their jobs run twice. But maybe all have died. So it is true
+-- only once, until one of them is seen. It is also true if the clock was set back past p_up_since.
 create or replace function queue._are_all_silent(p_now timestamptz, p_up_since timestamptz)
 returns boolean language plpgsql volatile parallel safe security invoker as $$
 begin
@@ -14,9 +14,9 @@ begin
     from queue.worker w where w.gone_at is null), false);
 end $$;
 
--- Lets silence count from p_now on only, except that of workers that were silent while another one was seen:
--- they are gone. False if another session does this just now, or holds the row for something else; then the
--- caller's worker must not be seen (heartbeat), because others would not know yet that silence counts anew.
+-- Lets silence count only from p_now on, except for workers that were silent while another one was seen: they
+-- are gone. Returns false if another session does this now, or holds the row for something else. Then the
+-- caller's worker must not be seen (heartbeat), because others do not know yet that silence starts again.
 -- Locks: the row of queue.installation, and rows of queue.worker, by skip locked. Two sessions:
 -- work/reap.silence.spec.
 create or replace function queue._restart_grace(p_now timestamptz)
