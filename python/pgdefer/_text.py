@@ -69,7 +69,7 @@ def full_type_name(value: object) -> str:
 
 
 def traceback_of(error: BaseException) -> TracebackType | None:
-    """Return an error's traceback, whatever its class makes of that name."""
+    """Return an error's traceback, even if its class redefines `__traceback__`."""
     found: TracebackType | None = BaseException.__dict__["__traceback__"].__get__(error)
     return found
 

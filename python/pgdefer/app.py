@@ -169,7 +169,7 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         return twin
 
     def active(self) -> AbstractContextManager[None]:
-        """Let tasks, and the app of which this is a `bind`, use this one's database in a block.
+        """In a block, let tasks and the app that was bound use this app's database.
 
         This holds for the running thread or coroutine, and the coroutines that it starts.
         """

@@ -465,7 +465,7 @@ def check_one_place(dsn: str | list[str] | None, file: Path | None) -> None:
 
 
 def say(message: str) -> None:
-    """Print a message about a failure, of which no control character reaches the terminal."""
+    """Print a message about a failure, with its control characters escaped."""
     text = "\n".join(map(escaped, f"pgdefer: {message}".split("\n")))
     err.print(Text(text, style="red"), soft_wrap=True)
 

@@ -1,4 +1,4 @@
-"""`pgdefer worker --reload`: runs the worker anew when the code changes.
+"""`pgdefer worker --reload`: restarts the worker when the code changes.
 
 Tests: integration/test_reload.py.
 """
@@ -19,9 +19,9 @@ MARGIN = 10
 
 
 def run_and_reload(shutdown_timeout: float | None, *, is_plain: bool) -> int:
-    """Run this command in a process, each time anew when a Python file below this folder changes.
+    """Run this command in a process, and restart it when a Python file below this folder changes.
 
-    A worker that has ended, as its code could not be imported, starts again with the next change.
+    If a worker has ended because its code could not be imported, the next change restarts it.
     """
     if not is_plain:
         fail(Exit.USAGE, "--reload goes without --processes, --drain and --max-jobs.")

@@ -45,7 +45,7 @@ def error_details(error: BaseException) -> dict[str, object]:
 
 
 def kind_and_message(error: BaseException) -> tuple[str, str]:
-    """Return the name of an error's type, and its text, whatever making that raises."""
+    """Return the name of an error's type, and its text, even if making the text raises."""
     try:
         message = str.__str__(str(error))
     except BaseException as broken:

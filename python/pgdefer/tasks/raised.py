@@ -27,7 +27,7 @@ class JobSuspended(BaseException):
 
 
 def suspension(error: BaseException | None, steps: Steps) -> JobSuspended | None:
-    """Return the JobSuspended that an error is, or of which the group of a TaskGroup consists.
+    """Return the JobSuspended that an error is, or that an ExceptionGroup of a TaskGroup holds.
 
     Once a call has ended the claim, the calls beside it may raise ClaimLost. The one that a failed
     step has caused comes first.

@@ -101,7 +101,7 @@ class Completer:
     async def send_apart(
         self, connection: Connection, sending: Sequence[Outcome], *, is_last: bool = False
     ) -> None:
-        """Send outcomes of which one may get the call refused: if so, send each alone.
+        """Send outcomes in one call; if one gets the call refused, send each alone.
 
         If the server is full, that ends with the first that is refused, which goes last next time,
         unless this is the last time.

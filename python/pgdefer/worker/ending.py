@@ -57,13 +57,13 @@ def stops_with(worker: asyncio.Task[Any] | None, job: JobContext) -> None:
 
 
 def was_told_to_end(job: JobContext, error: BaseException) -> bool:
-    """Whether an error is how a handler ends that was told to."""
+    """Whether by this error a handler ends that was told to end."""
     is_end = isinstance(error, asyncio.CancelledError | JobAborted | JobTimeout)
     return is_end and job._abort_reason is not None
 
 
 def is_late(job: JobContext) -> bool:
-    """Whether the handler has outlived its timeout, and was not told to end before."""
+    """Whether the handler has outlived its timeout, unless it was told earlier to end."""
     if job._abort_reason is None and job._late_at is not None:
         return time.monotonic() >= job._late_at
     return job._abort_reason == TIMED_OUT

@@ -439,7 +439,7 @@ class Executor:
             self._heartbeat.extend_after.pop(claim, None)
 
     def give_back(self, claim: Claim) -> None:
-        """Release a claim, whatever its handler does."""
+        """Release a claim, even if its handler still runs."""
         self.given_back += claim in self.running
         self._release(claim)
 

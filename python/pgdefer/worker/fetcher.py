@@ -391,7 +391,7 @@ class Fetcher:
         return len(found_at) == BURST_FINDS and found_at[-1] - found_at[0] < BURST_SECONDS
 
     async def _exchange(self, slots: Slots | None, max_jobs: int, ahead: int) -> int | None:
-        """Send the outcomes, and ask for jobs, of which some start later; in one round trip.
+        """Send the outcomes and ask for jobs, some of which start later, in one round trip.
 
         Return how many came; None if the database has refused the call.
         """

@@ -81,7 +81,7 @@ class HeartbeatThread:
                 self._loop.call_soon_threadsafe(function)
 
     async def stop(self) -> None:
-        """End, with what still runs there; soon, whatever that does."""
+        """End the thread, with what still runs in it: within 2 seconds."""
         if self._thread.ident is not None:
             assert self._loop is not None
             self.call(self._loop.stop)
@@ -213,7 +213,7 @@ class Heartbeat:
             await self._thread.stop()
 
     async def _run(self) -> None:
-        """Send heartbeats until `stop`, whatever fails: without them the jobs become others'."""
+        """Send heartbeats until `stop`, in spite of failures: without them others get the jobs."""
         # A heartbeat may keep the first fetch from a job that has to run alone, so it waits for
         # that. Several workers do not send theirs all at the same time.
         part = 1.0 if self._has_own_thread else random.random()  # noqa: S311

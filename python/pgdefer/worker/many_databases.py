@@ -257,7 +257,7 @@ class MultiWorker:
             self._client.stand_in = before
 
     def _check_tasks(self) -> None:
-        """Refuse tasks whose transactions would be in one database, whatever the job's is."""
+        """Refuse tasks whose transactions would be in one database, not in the job's."""
         for task in self.app.tasks.values():
             if callable(task.execution.transactional):
                 raise InvalidParameter(

@@ -119,7 +119,7 @@ class Prefetch:
             self._is_late = True
 
     def take_pace(self, seconds: float) -> int:
-        """Return how many jobs start within WAIT at the pace of the last `seconds`; count anew."""
+        """Return how many jobs start within WAIT at the pace of the last `seconds`; reset it."""
         started, self._started = self._started, 0
         return int(started * WAIT / seconds)
 

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 
 class SharedSlots:
-    """`size` slots, of which the jobs of one database use at most `per_database`.
+    """`size` slots; the jobs of one database use at most `per_database` of them.
 
     Each of the databases that have a turn may claim `prefetch` jobs before there is a slot for
     them. The `keep` databases whose jobs ended last may keep connections for handlers. Only the

@@ -426,7 +426,7 @@ class Worker:
         self.heartbeat.poke()
 
     def _on_connection_lost(self) -> None:
-        """Go to sleep anew, if asleep; if busy, hear again what is meant for this worker."""
+        """If asleep, go to sleep again; if busy, listen again for this worker's messages."""
         self.state.hint()
         if not self._is_reconnecting:
             self._is_reconnecting = True

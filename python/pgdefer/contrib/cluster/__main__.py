@@ -116,7 +116,7 @@ def move(
 
 @cli.command()
 def stay(slot: int, dsn: Dsn) -> None:
-    """Give up a move of a slot, of which no part has left."""
+    """Give up the move of a slot, if no part of it has left."""
     with _cluster(dsn) as cluster:
         cluster.stay(slot)
 

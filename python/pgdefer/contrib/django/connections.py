@@ -149,7 +149,7 @@ def end_implicit(connection: BaseDatabaseWrapper) -> None:
 
 
 def discard(connection: BaseDatabaseWrapper) -> None:
-    """Close a connection whatever it is in; Django opens it again when it is used."""
+    """Close a connection, even in a transaction; Django opens it again when it is used."""
     one: Any = connection
     one.in_atomic_block = one.closed_in_transaction = one.needs_rollback = False
     one.savepoint_ids, one.atomic_blocks = [], []

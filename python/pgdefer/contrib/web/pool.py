@@ -24,7 +24,7 @@ class Full(Exception):  # noqa: N818 (what it says)
 
 
 class Pool:
-    """At most MOST connections, of which an owner keeps one while it is idle."""
+    """At most MOST connections; an owner keeps one of them while it is idle."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -100,7 +100,7 @@ def _runs_jobs(arguments: list[str]) -> bool:
 
 
 class _Reloader:
-    """Ends the worker when a file of the project has changed, and starts it anew.
+    """Ends the worker when a file of the project has changed, and starts it again.
 
     Its jobs may end first; a second change aborts them.
     """
