@@ -89,7 +89,7 @@ def health(dsn: DSN = None, as_json: AsJson = False) -> None:
 
 @db.command("check")
 def check(dsn: DSN = None, as_json: AsJson = False) -> None:
-    """List the tables' invariants that do not hold. Exits with 15 if there are any."""
+    """List the violated invariants of the tables. Exits with 15 if there are any."""
     with session(dsn, as_json=as_json) as on:
         rows = on.call(sql.CHECK)
     columns = {"problem": "problem", "id": "job", "detail": "detail"}
@@ -100,7 +100,7 @@ def check(dsn: DSN = None, as_json: AsJson = False) -> None:
 
 @db.command("reap")
 def reap(dsn: DSN = None, as_json: AsJson = False) -> None:
-    """End dead claims: of silent workers, past their lease or their timeout."""
+    """End dead claims: those of silent workers, and those past their lease or timeout."""
     with session(dsn, as_json=as_json) as on:
         rows = on.call(sql.REAP)
     _show.answer(rows, _reaped)

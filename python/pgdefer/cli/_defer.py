@@ -51,7 +51,7 @@ def defer(
     concurrency_limit: Annotated[int | None, typer.Option()] = None,
     delay: Annotated[
         str | None,
-        typer.Option("--delay", "--in", help="Not before this much time has passed: '5 minutes'."),
+        typer.Option("--delay", "--in", help="Start it after this much time: '5 minutes'."),
     ] = None,
     retry: Annotated[
         int | None,

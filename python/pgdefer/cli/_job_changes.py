@@ -104,7 +104,7 @@ def retry(
     at: Annotated[str | None, typer.Option(help="Not before: 2030-01-31 09:00.")] = None,
     delay: Annotated[
         str | None,
-        typer.Option("--delay", "--in", help="Not before this much time has passed: '5 minutes'."),
+        typer.Option("--delay", "--in", help="Start it after this much time: '5 minutes'."),
     ] = None,
     priority: Annotated[
         int | None, typer.Option("--priority", "-p", help="The new priority.")

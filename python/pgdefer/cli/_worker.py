@@ -222,7 +222,7 @@ Reload = Annotated[
     bool,
     typer.Option(
         "--reload",
-        help="For development: run the worker anew when a Python file below this folder changes "
+        help="For development: restart the worker when a Python file below this folder changes "
         "(pgdefer[reload]).",
     ),
 ]
