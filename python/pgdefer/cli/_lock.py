@@ -1,6 +1,6 @@
 """`pgdefer lock`.
 
-Tests: integration/test_cli_teams.py.
+Tests: integration/test_cli_lists.py.
 """
 
 from __future__ import annotations

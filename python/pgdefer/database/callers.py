@@ -1,6 +1,6 @@
 """The caller's own connection or pool, from any supported library.
 
-Tests: integration/test_defer.py, unit/test_own_connection.py.
+Tests: integration/test_defer.py, unit/test_none_as_connection.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A queue for tests without a database: it records what the code defers.
 
-Tests: integration/test_memory.py.
+Tests: integration/test_memory_queue.py.
 """
 
 from __future__ import annotations

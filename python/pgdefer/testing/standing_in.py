@@ -1,6 +1,6 @@
 """A test's queue in the place of a client's calls, alone or within that of another queue.
 
-Tests: integration/test_memory.py, integration/test_testing.py.
+Tests: integration/test_memory_queue.py, integration/test_testing.py.
 """
 
 from __future__ import annotations

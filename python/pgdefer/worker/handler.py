@@ -1,6 +1,6 @@
 """Running a handler: in the event loop, a thread or a process.
 
-Tests: unit/test_entered.py, integration/test_middleware.py.
+Tests: unit/test_middleware_nesting.py, integration/test_middleware.py.
 """
 
 from __future__ import annotations

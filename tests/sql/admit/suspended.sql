@@ -1,4 +1,4 @@
--- The short way of signalled jobs to their lane leads to the same place as the way through all gates.
+-- The fast path of signalled jobs to their lane leads to the same place as the way through all gates.
 
 select plan(27);
 
@@ -6,7 +6,7 @@ select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \
 select queue.register_task('t', '{}') \g /dev/null
 
 -- What a signal makes of a job: its row, its lane, whether the lane's mark lies above it, the value of its step,
--- the signals that are left. By the short way, if it takes the job, or through the gates. All is rolled back.
+-- the signals that are left. By the fast path, if it takes the job, or through the gates. All is rolled back.
 create function pg_temp.resumed(id bigint, is_short boolean) returns jsonb language plpgsql as $$
 declare
   v_others bigint[] := array[resumed.id];

@@ -29,7 +29,7 @@ exception when sqlstate 'ZZ000' then
   return sqlerrm::jsonb;
 end $$;
 
--- Whether fetch takes the short way; NULL if the two ways differ.
+-- Whether fetch takes the fast path; NULL if the two ways differ.
 create function pg_temp.is_short(queues text[] default null) returns boolean language plpgsql as $$
 declare
   v_short jsonb := pg_temp.fetched(true, is_short.queues);
@@ -38,7 +38,7 @@ begin
   if v_short -> 'rest' = v_long -> 'rest' then
     return (v_short ->> 'is_short')::boolean;
   end if;
-  raise warning 'by the short way %, by the long way %', v_short -> 'rest', v_long -> 'rest';
+  raise warning 'by the fast path %, by the long path %', v_short -> 'rest', v_long -> 'rest';
   return null;
 end $$;
 

@@ -1,6 +1,6 @@
-"""The short ways for one concurrency key and for locks do what the general ways would.
+"""The fast paths for one concurrency key and for locks do what the general ways would.
 
-Two databases get the same random calls. In the second, the functions of the short ways always
+Two databases get the same random calls. In the second, the functions of the fast paths always
 decline. After each call, what it returned and the stored state must be the same in both.
 """
 
@@ -37,7 +37,7 @@ language plpgsql as 'begin end';
 create or replace function queue._pass_turns_on(p_ids bigint[], p_unless_news boolean default false)
 returns boolean language plpgsql as 'begin return false; end';
 """
-# Counts how often each short way was taken, in sequences, which a rollback leaves alone.
+# Counts how often each fast path was taken, in sequences, which a rollback leaves alone.
 COUNT_USES = """
 create sequence test.passed;
 create sequence test.claimed;
