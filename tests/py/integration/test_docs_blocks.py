@@ -54,7 +54,6 @@ NOT_RUN = {
         "pg_dump -Fc": BACKUP,
         "# postgresql.conf": BACKUP,
         "cp -a /backup": BACKUP,
-        "postgresql://one,two": "tests/py/races/test_failover.py connects in this way",
     },
     "docs/how-it-works.md": {" producer ": "a drawing"},
     "docs/how-to/failover.md": {
