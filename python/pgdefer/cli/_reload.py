@@ -24,7 +24,7 @@ def run_and_reload(shutdown_timeout: float | None, *, is_plain: bool) -> int:
     If a worker has ended because its code could not be imported, the next change restarts it.
     """
     if not is_plain:
-        fail(Exit.USAGE, "--reload goes without --processes, --drain and --max-jobs.")
+        fail(Exit.USAGE, "--reload can't be combined with --processes, --drain or --max-jobs.")
     try:
         from watchfiles import PythonFilter, run_process  # noqa: PLC0415
     except ImportError:

@@ -75,7 +75,7 @@ def top(
     databases that can't be asked are left out, and named at the end; the exit code is then 13.
     """
     if as_json and not once:
-        fail(Exit.USAGE, "--json goes with --once")
+        fail(Exit.USAGE, "--json needs --once")
     if not once and not (out.is_terminal and is_asked()):
         fail(Exit.USAGE, "this is not a terminal: pass --once")
     with (

@@ -503,7 +503,7 @@ def _moved(app: App, dsn: str | None, listen_dsn: str | None, *, pgbouncer: bool
         with reported():
             app.move(dsn, listen_dsn, pgbouncer=pgbouncer or None)
     elif pgbouncer or listen_dsn is not None:
-        fail(Exit.USAGE, "--pgbouncer and --listen-dsn go with --dsn; else the App says them.")
+        fail(Exit.USAGE, "--pgbouncer and --listen-dsn need --dsn: without it, the App sets them.")
     return app
 
 

@@ -100,4 +100,4 @@ def test_what_it_does_not_go_with(module: Path, option: list[str]) -> None:
         command(*option), cwd=module.parent, stderr=subprocess.PIPE, text=True, check=False
     )
     assert done.returncode == Exit.USAGE
-    assert "--reload goes without" in done.stderr
+    assert "--reload can't be combined" in done.stderr
