@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -10,9 +11,13 @@ import pytest
 
 pytest.importorskip("django.tasks")
 
+from django.conf import settings
 from django.core.management import call_command
 from django.db import connection, transaction
-from django.tasks import task
+from django.tasks import TaskResultStatus, task
+from django.tasks.exceptions import InvalidTask
+from django.test import override_settings
+from django.utils import timezone
 
 from pgdefer.contrib.django.application import DjangoApp
 from pgdefer.contrib.django.models import Job
@@ -73,3 +78,22 @@ def test_a_task_of_django_recurs(app: DjangoApp, drain: Callable[..., None]) -> 
     finally:
         app.schedules.clear()
         app.schedules.update(schedules)
+
+
+def test_a_task_of_another_backend_is_refused(shop: str) -> None:
+    other = {"BACKEND": "django.tasks.backends.dummy.DummyBackend"}
+    with override_settings(TASKS={**settings.TASKS, "other": other}):
+        elsewhere = task(backend="other")(add.func)
+        # In a worker's process it is a task of the other backend, so the job would never run.
+        with pytest.raises(InvalidTask, match=r"declare it by @task\(backend='default'\)"):
+            elsewhere.using(backend="default")
+        assert add.using(backend="other").enqueue(1).status is TaskResultStatus.READY
+
+
+def test_a_task_runs_after_an_interval(shop: str) -> None:
+    never = add.using(run_after=timezone.now() + dt.timedelta(days=9))
+    for later in (add, never):
+        result = later.using(run_after=dt.timedelta(hours=1)).enqueue(1)
+        job = Job.objects.get(id=int(result.id))
+        after = job.scheduled_at - job.created_at
+        assert dt.timedelta(hours=1) <= after < dt.timedelta(hours=2)

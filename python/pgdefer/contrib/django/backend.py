@@ -65,7 +65,10 @@ class PgDeferTask(Task):
         """Return the task with other options, including the queue's."""
         if unknown := sorted(changes.keys() & _OF_TASKS):
             raise TypeError(f"{', '.join(unknown)}: say it in the decorator, as workers must know")
-        return dataclasses.replace(self, **{k: v for k, v in changes.items() if v is not None})
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if isinstance(after := changes.get("run_after"), dt.timedelta):
+            changes.update(run_after=None, delay=after)  # by the database's clock
+        return dataclasses.replace(self, **changes)
 
     def __hash__(self) -> int:
         return hash((self.module_path, self.queue_name, self.priority, self.run_after))
@@ -84,6 +87,15 @@ class PgDeferBackend(BaseTaskBackend):
         super().__init__(alias, params)
         if self.options:
             raise ImproperlyConfigured("the queue's settings are in PGDEFER, not in OPTIONS")
+
+    def validate_task(self, task: Task) -> None:
+        """Refuse also a task of another backend: workers would not know its jobs."""
+        super().validate_task(task)
+        if not isinstance(task, PgDeferTask):
+            raise InvalidTask(
+                f"{task.module_path} is a task of another backend, which workers would not know: "
+                f"declare it by @task(backend={self.alias!r})"
+            )
 
     def adopt(self, task: Task) -> None:
         """Add a task to the project's App; the first task of a function sets its defaults."""
