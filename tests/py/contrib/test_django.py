@@ -228,7 +228,7 @@ def test_the_checks_find_what_is_wrong(
     monkeypatch.setitem(connections.settings, "jobs", connections.settings["default"])
     with override_settings(PGDEFER={"DATABASE": "jobs"}):
         (found,) = check_database(databases=["jobs"])
-    assert found.hint == f"manage.py migrate --database jobs{otherwise}"
+    assert found.hint == f"manage.py migrate pgdefer --database jobs{otherwise}"
     connections["jobs"].close()
     del connections["jobs"]
     use(server, "no_such_database")

@@ -108,7 +108,8 @@ def check_database(
         tables = None
     if tables is None:
         text = f"the queue is not installed in the database {alias!r}"
-        hint = "manage.py migrate" + ("" if alias == DEFAULT_DB_ALIAS else f" --database {alias}")
+        where = "" if alias == DEFAULT_DB_ALIAS else f" pgdefer --database {alias}"
+        hint = f"manage.py migrate{where}"
         # It may have run when the queue was meant for another database.
         hint += "; where that has nothing to do, manage.py pgdefer install"
         return [checks.Warning(text, hint=hint, id="pgdefer.W001")]

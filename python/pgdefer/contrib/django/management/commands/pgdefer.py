@@ -69,7 +69,7 @@ def _run(arguments: list[str], *, reloads: bool) -> int:
         raise ImproperlyConfigured(f"{wrong.msg}. {wrong.hint}" if wrong.hint else wrong.msg)
     environment, argv, remedy = dict(os.environ), sys.argv, NotInstalled.remedy
     alias = conf.read().DATABASE
-    where = "" if alias == DEFAULT_DB_ALIAS else f" --database={alias}"
+    where = "" if alias == DEFAULT_DB_ALIAS else f" pgdefer --database {alias}"
     NotInstalled.remedy = f"Run `manage.py migrate{where}`, which installs it."
     reloader = _Reloader(argv) if reloads else None
     if _runs_jobs(arguments):
