@@ -66,6 +66,8 @@ def _add_to_root(root: logging.Logger, handler: logging.Handler) -> None:
     root.addHandler(handler)
     if isinstance(handler.formatter, JsonFormatter):
         logging.captureWarnings(True)  # else Python writes them to stderr as text
+    else:
+        handler.addFilter(_is_unwritten)
 
 
 def _set_levels_alone(
@@ -86,3 +88,14 @@ def _is_console(handler: logging.Handler) -> bool:
     """Whether a handler writes to the terminal."""
     streams = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
     return isinstance(handler, logging.StreamHandler) and handler.stream in streams
+
+
+def _is_unwritten(record: logging.LogRecord) -> bool:
+    """Whether no other handler writes a record to the terminal, as one of Django's may do."""
+    logger: logging.Logger | None = logging.getLogger(record.name)
+    while logger is not None and logger is not logging.root:
+        for handler in filter(_is_console, logger.handlers):
+            if record.levelno >= handler.level and handler.filter(record):
+                return False
+        logger = logger.parent
+    return True

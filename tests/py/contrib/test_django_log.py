@@ -30,6 +30,17 @@ OF_ALL = {
     "handlers": {"console": {**CONSOLE["handlers"]["console"], "level": "WARNING"}},  # type: ignore[index]
     "root": {"handlers": ["console"], "level": "WARNING"},
 }
+SAYING = """
+import contextlib, logging
+
+@contextlib.contextmanager
+def say(job):
+    for name in ("django.shop", "elsewhere"):
+        logging.getLogger(name).warning("%s has succeeded", name)
+    yield
+
+PGDEFER = {"MIDDLEWARE": ["log_settings.say"]}
+"""
 ELSEWHERE = {**CONSOLE, "loggers": {"shop": {"handlers": ["console"]}}}
 
 
@@ -39,10 +50,12 @@ PROCESSES = [
 ]
 
 
-def log(app: DjangoApp, shop: str, folder: Path, logging: Any, *options: str) -> list[str]:
-    """Return the lines about a job's success, as a worker with this LOGGING writes them."""
+def log(
+    app: DjangoApp, shop: str, folder: Path, logging: Any, *options: str, more: str = ""
+) -> list[str]:
+    """Return the lines about a job's success, as a worker with these settings writes them."""
     app.defer("shop.tasks.forget_old_orders", {"scheduled_for": "2030-01-01T00:00:00Z"})
-    text = f"from shop.settings import *\n\nLOGGING = {logging!r}\n"
+    text = f"from shop.settings import *\n\nLOGGING = {logging!r}\n{more}"
     (folder / "log_settings.py").write_text(text)
     info = psycopg.conninfo.conninfo_to_dict(shop)
     environment = os.environ | {
@@ -89,3 +102,13 @@ def test_a_project_without_a_log_of_the_queue(
     assert " INFO pgdefer.job: " in line
     (line,) = log(app, shop, tmp_path, logging, "-v", "--log-format", "json", *options)
     assert json.loads(line)["logger"] == "pgdefer.job"
+
+
+def test_what_django_has_written_is_not_written_again(
+    app: DjangoApp, shop: str, tmp_path: Path
+) -> None:
+    first, second = log(app, shop, tmp_path, {}, more=f"{SAYING}DEBUG = True\n")
+    assert first == "django.shop has succeeded"
+    assert second.endswith(" WARNING elsewhere: elsewhere has succeeded")
+    first, _ = log(app, shop, tmp_path, {}, more=f"{SAYING}DEBUG = False\n")
+    assert first.endswith(" WARNING django.shop: django.shop has succeeded")
