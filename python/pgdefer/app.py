@@ -135,8 +135,13 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
             max_connections=max_connections,
             pools=pools,
         )
-        name = name or module_name(sys._getframe(1).f_globals["__name__"])
-        super().__init__(client, name, imports)
+        module = sys._getframe(1).f_globals["__name__"]
+        super().__init__(client, name or module_name(module), imports)
+        if module == "__main__":
+            self.import_hint += (
+                " Give the App a module of its own: one that imports the main program makes a "
+                "second App, which gets its tasks."
+            )
         self.defaults: Mapping[str, Any] = dict(defaults or {})
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pgdefer import App, DecodeError, Retry
+from pgdefer import App, DecodeError, Retry, UnknownTask
 from pgdefer.database.source import DSN, LOCATING
 from pgdefer.options import JobOptions, interval_text
 from pgdefer.tasks.parameters import Parameters
@@ -231,3 +231,13 @@ def test_max_crashes_of_none_is_never() -> None:
     assert Retry(1, max_crashes=5).as_options() == {"max_attempts": 1, "max_crashes": 5}
     assert Retry(1) == Retry(1)
     assert "max_crashes=not set" in repr(Retry(1))
+
+
+def test_an_app_in_the_main_program_says_why_it_lacks_tasks() -> None:
+    made = "import pgdefer\napp = pgdefer.App('dbname=nowhere')"
+    for name, says_so in (("__main__", True), ("shop", False)):
+        module: dict[str, Any] = {"__name__": name}
+        exec(made, module)
+        with pytest.raises(UnknownTask) as caught:
+            module["app"].get("mail")
+        assert ("Give the App a module of its own" in str(caught.value)) is says_so
