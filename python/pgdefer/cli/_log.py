@@ -80,8 +80,11 @@ def _set_levels_alone(
     whole, jobs, _ = own
     if verbose:
         whole.setLevel(logging.DEBUG)
-    elif least is None and jobs.level == logging.NOTSET:
-        jobs.setLevel(logging.WARNING)
+    elif least is None:
+        # Django says again how each run of its tasks has ended.
+        for logger in (jobs, logging.getLogger("django.tasks")):
+            if logger.level == logging.NOTSET:
+                logger.setLevel(logging.WARNING)
 
 
 def _is_console(handler: logging.Handler) -> bool:

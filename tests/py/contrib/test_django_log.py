@@ -37,6 +37,7 @@ import contextlib, logging
 def say(job):
     for name in ("django.shop", "elsewhere"):
         logging.getLogger(name).warning("%s has succeeded", name)
+    logging.getLogger("django.tasks").info("state=SUCCESSFUL: it has succeeded")
     yield
 
 PGDEFER = {"MIDDLEWARE": ["log_settings.say"]}
@@ -104,11 +105,14 @@ def test_a_project_without_a_log_of_the_queue(
     assert json.loads(line)["logger"] == "pgdefer.job"
 
 
-def test_what_django_has_written_is_not_written_again(
+def test_what_django_says_is_written_once_and_without_successes(
     app: DjangoApp, shop: str, tmp_path: Path
 ) -> None:
     first, second = log(app, shop, tmp_path, {}, more=f"{SAYING}DEBUG = True\n")
     assert first == "django.shop has succeeded"
     assert second.endswith(" WARNING elsewhere: elsewhere has succeeded")
-    first, _ = log(app, shop, tmp_path, {}, more=f"{SAYING}DEBUG = False\n")
+    more = f"{SAYING}DEBUG = False\n"
+    first, _ = log(app, shop, tmp_path, {}, more=more)
     assert first.endswith(" WARNING django.shop: django.shop has succeeded")
+    said = log(app, shop, tmp_path, {}, "--log-level", "info", more=more)
+    assert [line for line in said if " INFO django.tasks: state=SUCCESSFUL" in line]
