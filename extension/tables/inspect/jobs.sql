@@ -36,7 +36,7 @@ cross join lateral (
 -- All jobs with all columns of queue.jobs, for functions, which run as the owner and show callers what
 -- they may see. Private.
 create view queue.all_jobs as
-select j.id, j.task, j.queue,
+select j.id, j.task, coalesce(g.change ->> 'queue', j.queue) as queue,
   case
     when f.id is not null then f.state
     when aj.claim is not null then 'running'
@@ -47,15 +47,9 @@ select j.id, j.task, j.queue,
     when w.reason = 'upstream_failed' then 'upstream_failed'
     when w.reason in ('slot', 'parked', 'moving') then 'blocked'
     when w.reason = 'task_paused' then 'ready'
-    when m.id is not null and m.is_passed and aj.id is null
-      and not (j.claims > 0 and exists (select from queue.pending_settlement h
-        where h.job_id = j.id and h.kind = 'again')) then 'blocked'
+    when m.id is not null and m.is_passed and aj.id is null and h.payload is null then 'blocked'
     when j.is_suspended then 'waiting'
-    when j.claims > 0 and exists (select from queue.pending_settlement h
-      where h.job_id = j.id and h.kind = 'again' and h.payload ->> 'state' = 'waiting') then 'waiting'
-    when j.claims > 0 and exists (select from queue.pending_settlement h
-      where h.job_id = j.id and h.kind = 'again' and h.payload ->> 'state' = 'upstream_failed')
-      then 'upstream_failed'
+    when g.state in ('waiting', 'upstream_failed') then g.state
     when j.flags & {{held}} <> 0 and not j.is_overridden then 'held'
     when coalesce(r.scheduled_at, j.scheduled_at) > statement_timestamp() then 'scheduled'
     when j.needs is not null and not j.is_overridden then 'waiting'
@@ -69,17 +63,13 @@ select j.id, j.task, j.queue,
     when w.reason = 'slot' then case left(w.key, 1) when 'm' then 'lock' else 'limit' end
     when w.reason = 'parked' then 'backlog'
     when w.reason in ('signal', 'moving') then w.reason
-    when w.id is null and aj.id is null and m.is_passed
-      and not (j.claims > 0 and exists (select from queue.pending_settlement h
-        where h.job_id = j.id and h.kind = 'again')) then 'lock'
+    when w.id is null and aj.id is null and m.is_passed and h.payload is null then 'lock'
     when w.id is null and aj.id is null and j.is_suspended then 'signal'
     -- not admitted, and ready as above
     when w.id is null and aj.id is null
       and (j.flags & {{held}} = 0 and j.needs is null or j.is_overridden)
       and coalesce(coalesce(r.scheduled_at, j.scheduled_at) <= statement_timestamp(), true)
-      and not (j.claims > 0 and exists (select from queue.pending_settlement h
-        where h.job_id = j.id and h.kind = 'again'
-          and h.payload ->> 'state' in ('waiting', 'upstream_failed')))
+      and coalesce(g.state not in ('waiting', 'upstream_failed'), true)
       and ((select p.is_paused and coalesce(p.until > statement_timestamp(), true) from queue.pause p
           where p.task is null and (p.queue is null or p.queue = j.queue
             or right(p.queue, 1) = '*' and starts_with(j.queue, left(p.queue, -1)))
@@ -90,8 +80,13 @@ select j.id, j.task, j.queue,
               or right(p.queue, 1) = '*' and starts_with(j.queue, left(p.queue, -1)))
           order by p.no desc limit 1)) then 'paused'
   end as reason,
-  coalesce(r.args, j.args) as args, coalesce(r.priority, j.priority) as priority, j.lock,
-  j.queueing_lock, j.keys[1] as concurrency_key, coalesce(n.needs, j.needs) as needs,
+  coalesce(r.args, j.args) as args,
+  coalesce(r.priority, (g.change ->> 'priority')::integer, j.priority) as priority,
+  case when g.change ? 'lock' then nullif(g.change ->> 'lock', '') else j.lock end as lock,
+  j.queueing_lock, j.keys[1] as concurrency_key,
+  case when g.needs is null then coalesce(n.needs, j.needs)
+    else array(select unnest(coalesce(n.needs, j.needs)) union
+      select e::bigint from jsonb_array_elements_text(g.needs) e order by 1) end as needs,
   j.deadline, nullif(coalesce(r.scheduled_at, j.scheduled_at), '-infinity') as scheduled_at,
   (j.options ->> 'expires_at')::timestamptz as expires_at,
   j.created_at, coalesce(aj.claimed_at, f.started_at, j.started_at) as started_at, f.finished_at,
@@ -113,6 +108,13 @@ select j.id, j.task, j.queue,
             || coalesce(nullif(j.options -> 'terms' -> (k.n - 1)::integer, 'null'), '{}') order by k.n))
         from unnest(j.keys, j.limits) with ordinality k (key, most, n)) end, '{}') as options
 from queue.job_now j
+-- what the next admission has yet to do for a job that runs again; read once, and only for such jobs
+left join lateral (
+  select (select jsonb_object_agg(u.job_id, u.payload order by u.payload is not null, u.seq)
+    from queue.unsettled u where u.kind = 'again') -> j.id::text as payload) h on j.claims > 0
+cross join lateral (
+  select h.payload ->> 'state' as state, h.payload -> 'change' as change,
+    nullif(h.payload -> 'needs', '[]') as needs) g
 left join queue.active_job aj on aj.id = j.id
 left join queue.lane l on l.lane = aj.lane
 left join queue.abort a on a.id = aj.id and a.claim = aj.claim
