@@ -10,7 +10,7 @@ create or replace function queue._plan_runs(
   out next_run_at timestamptz)
 language plpgsql stable parallel safe security invoker as $$
 declare
-  -- with catch_up none a run still counts as in time if a busy worker may not have reached it
+  -- with catch_up none the last run still counts as in time if a busy worker may not have reached it
   v_grace constant interval := case when p_catch_up = 'none' then interval '15 s' end;
   v_limit constant timestamptz := p_now - least(p_max_delay, v_grace);
   v_run_at timestamptz := p_first;
@@ -29,7 +29,7 @@ begin
     return;
   end if;
   -- runs before v_run_at are skipped
-  if p_catch_up = 'latest' and next_run_at <= p_now then
+  if p_catch_up <> 'all' and next_run_at <= p_now then
     skipped := 'missed';
     v_run_at := queue._last_run(p_parsed, p_timezone, next_run_at, p_now);
     next_run_at := queue._cron_next(p_parsed, p_timezone, v_run_at);
@@ -37,7 +37,7 @@ begin
   if v_run_at < v_limit then
     skipped := case when coalesce(p_max_delay >= v_grace, p_max_delay is null) then 'missed'
       else 'max_delay' end;
-    v_run_at := case when p_catch_up = 'latest' then next_run_at else queue._cron_next(p_parsed, p_timezone,
+    v_run_at := case when p_catch_up <> 'all' then next_run_at else queue._cron_next(p_parsed, p_timezone,
       v_limit - interval '1 us') end;
   end if;
   v_end := coalesce(v_run_at, 'infinity');

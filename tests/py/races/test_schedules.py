@@ -201,11 +201,11 @@ def test_paused_queue(dsn: str, conn: Connection) -> None:
     found = sound(conn)
     assert all(runs[-1] <= paused for runs in during.values()), "nothing piles up"
     assert is_gapless(found["all"], 1)
-    assert is_gapless(found["none"], 1), "none of the runs is 15 s late"
-    first = next(run for run in found["latest"] if run > paused)
-    assert first > resuming - dt.timedelta(seconds=1), (
-        "of the runs missed the last one is made up for"
-    )
+    for catch_up in ("none", "latest"):
+        first = next(run for run in found[catch_up] if run > paused)
+        assert first > resuming - dt.timedelta(seconds=1), (
+            f"{catch_up}: of the runs missed the last one is made up for"
+        )
 
 
 # An application that waits delays no schedule

@@ -1,6 +1,6 @@
 -- Which runs of a schedule are due after an outage, and scheduled_for.
 
-select plan(39);
+select plan(41);
 
 \ir schedules.helpers.psql
 
@@ -52,14 +52,16 @@ select queue.tick() \g /dev/null
 select is((select count(*) from queue.jobs where task = 'm') between 300 and 302, true, 'until all are deferred');
 select queue.unschedule('minutes') \g /dev/null
 
--- catch_up none skips only what is more than 15 s late, or later than max_delay.
-create function pg_temp.planned(max_delay interval, late interval) returns text language sql as $$
-  select concat_ws(' ', cardinality(r.skips), r.skipped, cardinality(r.runs))
-  from queue._plan_runs(queue._cron_parse('every 1 second'), 'UTC', '2026-01-01Z', '2026-01-01Z'::timestamptz + late, 'none', max_delay) r $$;
-select is(pg_temp.planned(null, '5.3 s'), '0 6', 'none runs all that are a little late');
-select is(pg_temp.planned(null, '18.3 s'), '4 missed 15', 'and skips those before');
-select is(pg_temp.planned('1 hour', '18.3 s'), '4 missed 15', 'a longer max_delay changes nothing');
-select is(pg_temp.planned('2 s', '5.3 s'), '4 max_delay 2', 'a shorter one does');
+-- catch_up none runs the last one, as latest does, unless it is more than 15 s late, or later than max_delay.
+create function pg_temp.planned(every text, max_delay interval, late interval) returns text language sql as $$
+  select concat_ws(' ', cardinality(r.skips), r.skipped, r.runs[1] - '2026-01-01Z', cardinality(r.runs), r.next_run_at - '2026-01-01Z')
+  from queue._plan_runs(queue._cron_parse('every ' || every), 'UTC', '2026-01-01Z', '2026-01-01Z'::timestamptz + late, 'none', max_delay) r $$;
+select is(pg_temp.planned('1 second', null, '0.3 s'), '0 00:00:00 1 00:00:01', 'none runs what is in time');
+select is(pg_temp.planned('1 second', null, '5.3 s'), '5 missed 00:00:05 1 00:00:06', 'and of several the last');
+select is(pg_temp.planned('20 seconds', null, '34 s'), '1 missed 00:00:20 1 00:00:40', 'if that is a little late');
+select is(pg_temp.planned('20 seconds', null, '36 s'), '2 missed 0 00:00:40', 'but not if it is more than 15 s late');
+select is(pg_temp.planned('20 seconds', '1 hour', '36 s'), '2 missed 0 00:00:40', 'a longer max_delay changes nothing');
+select is(pg_temp.planned('20 seconds', '3 s', '24 s'), '2 max_delay 0 00:00:40', 'a shorter one does');
 
 -- The last run before a time, compared with the runs one by one
 select is(queue._last_run(queue._cron_parse(cron), zone, f.runs[1], f.runs[60] + tail), f.runs[60], format('last run of %s in %s', cron, zone))
