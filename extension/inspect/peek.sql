@@ -1,6 +1,6 @@
 -- Peeking: the jobs that a fetch would give next.
 -- It looks past 1,000 ready jobs of a lane whose key or lock is full, and so stays cheap if there are more.
--- Tests: inspect/why.sql.
+-- Tests: inspect/why.sql, inspect/peek.sql.
 
 create or replace function queue.peek(queues text[] default null, n integer default 10)
 returns table (id bigint, task text, args jsonb, queue text, priority integer, lock text, attempts integer,
@@ -64,7 +64,8 @@ begin
       select c.id, c.queue, c.priority, c.deadline,
         first_value(c.id) over (partition by c.queue, c.priority order by c.deadline, c.id) as first_id,
         row_number() over (partition by c.queue order by c.priority desc, c.deadline, c.id) as place
-      from (select * from admitted union all select * from fresh) c),
+      from (select * from admitted union all select * from fresh union all
+            select * from queue._ready_again(peek.queues)) c),
     room as (
       select q.queue, queue._queue_room(q.queue, peek.n, clock_timestamp()) as jobs
       from queue.queue_config q offset 0)
@@ -84,3 +85,19 @@ comment on function queue.peek(text[], integer) is
     ' a lock in mode mutex, or other shares. It may leave out a job that waits for a key behind a ready job'
     ' which another full key stops, and some jobs of a queue at its limit whose jobs have just ended.'
     ' Sensitive args read *** for all but the owner.';
+
+-- Ready jobs whose last claim has ended, and that are not admitted again yet: at most 1,000 of them.
+create or replace function queue._ready_again(p_queues text[])
+returns table (id bigint, queue text, priority integer, deadline timestamptz)
+language plpgsql stable parallel safe security invoker as $$
+begin
+  return query
+    select j.id, j.queue, j.priority, coalesce(j.deadline, 'infinity')
+    from (select distinct h.job_id from queue.unsettled h where h.kind = 'again' limit 1000) h
+    cross join lateral (select j.* from queue.all_jobs j where j.id = h.job_id offset 0) j
+    where j.state = 'ready' and j.reason is null
+      and not exists (select from queue.active_job aj where aj.id = j.id)
+      and (exists (select from queue.lock_member m where m.lock = j.lock and m.id = j.id)
+           or not exists (select from queue.lock_member m where m.lock = j.lock))
+      and (p_queues is null or exists (select from unnest(p_queues) q where queue._matches(j.queue, q)));
+end $$;

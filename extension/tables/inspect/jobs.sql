@@ -36,7 +36,7 @@ cross join lateral (
 -- All jobs with all columns of queue.jobs, for functions, which run as the owner and show callers what
 -- they may see. Private.
 create view queue.all_jobs as
-select j.id, j.task, coalesce(g.change ->> 'queue', j.queue) as queue,
+select j.id, j.task, g.queue,
   case
     when f.id is not null then f.state
     when aj.claim is not null then 'running'
@@ -71,13 +71,13 @@ select j.id, j.task, coalesce(g.change ->> 'queue', j.queue) as queue,
       and coalesce(coalesce(r.scheduled_at, j.scheduled_at) <= statement_timestamp(), true)
       and coalesce(g.state not in ('waiting', 'upstream_failed'), true)
       and ((select p.is_paused and coalesce(p.until > statement_timestamp(), true) from queue.pause p
-          where p.task is null and (p.queue is null or p.queue = j.queue
-            or right(p.queue, 1) = '*' and starts_with(j.queue, left(p.queue, -1)))
+          where p.task is null and (p.queue is null or p.queue = g.queue
+            or right(p.queue, 1) = '*' and starts_with(g.queue, left(p.queue, -1)))
           order by p.no desc limit 1)
         or (select p.is_paused and coalesce(p.until > statement_timestamp(), true) from queue.pause p
           where (p.task = j.task or p.task is null and not p.is_paused)
-            and (p.queue is null or p.queue = j.queue
-              or right(p.queue, 1) = '*' and starts_with(j.queue, left(p.queue, -1)))
+            and (p.queue is null or p.queue = g.queue
+              or right(p.queue, 1) = '*' and starts_with(g.queue, left(p.queue, -1)))
           order by p.no desc limit 1)) then 'paused'
   end as reason,
   coalesce(r.args, j.args) as args,
@@ -114,6 +114,7 @@ left join lateral (
     from queue.unsettled u where u.kind = 'again') -> j.id::text as payload) h on j.claims > 0
 cross join lateral (
   select h.payload ->> 'state' as state, h.payload -> 'change' as change,
+    coalesce(h.payload #>> '{change,queue}', j.queue) as queue,
     nullif(h.payload -> 'needs', '[]') as needs) g
 left join queue.active_job aj on aj.id = j.id
 left join queue.lane l on l.lane = aj.lane
