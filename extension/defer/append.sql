@@ -1,8 +1,8 @@
 -- Deferring with any options: fills in defaults, checks, and appends the job to the log.
 -- Tests: defer/defer.sql.
 
--- defer with everything that a job can have, if the role may. It wakes no worker.
--- p_table: the table whose trigger defers, if roles are restricted.
+-- defer with any arguments and options, if the role may. It wakes no worker. p_table: the table whose trigger
+-- defers; it matters only if roles are restricted.
 -- Locks and errors: as defer.
 create or replace function queue._defer_checked(
   p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text,
@@ -32,12 +32,11 @@ begin
   return v_id;
 end $$;
 
--- Fills in defaults, checks, and appends. Unused options add no expressions to evaluate: each would be set up
--- again in every transaction.
+-- Fills in defaults, checks, and appends. It evaluates no expression for an option that is not used, because
+-- each expression is set up again in every transaction.
 -- Locks and errors: as defer.
--- If the keys and the options had functions of their own, a job with a key would take 9 % more instructions,
--- and one with an option 10 % more.
--- In one piece: set-up of calls is most of the cost of such a job (ADR 1).
+-- In one piece, because set-up of calls is most of the cost of such a job (ADR 1): with functions of their
+-- own for keys and options, a job with a key would take 9 % more instructions, one with an option 10 % more.
 create or replace function queue._defer_full(
   p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text,
   p_scheduled_at timestamptz,
@@ -85,7 +84,7 @@ begin
       else {{ordered}} end;
   end if;
   if num_nonnulls(p_concurrency_key, p_concurrency_limit, v_task.keys) > 0 or v_given ? 'concurrency' then
-    -- values of the call replace the task's keys
+    -- The call's values replace the task's keys.
     v_terms := v_options -> 'terms';
     v_options := v_options - 'terms';
     if coalesce(p_concurrency_key, '') <> '' or v_given ? 'concurrency' then
@@ -124,7 +123,7 @@ begin
   end if;
   if v_options <> '{}' then
     if v_options ?| '{idempotency_key,unique_for}' then
-      -- before needs and parent, which may have been removed since the first call
+      -- This comes before needs and parent, which may have been removed since the first call.
       select t.id, t.key, t.options into v_id, v_key, v_options
       from queue._take_idempotency_key(p_task, coalesce(nullif(coalesce(p_queue, v_task.queue), ''),
         'default'), p_args, v_options, v_given) t;
@@ -141,7 +140,7 @@ begin
     if p_deadline is null and v_options ? 'parent' then
       v_deadline := coalesce(queue._parent_deadline((v_options ->> 'parent')::bigint), v_deadline);
     end if;
-    -- needs_mode any: a yield may add needs, and must know which needs were met when the run began
+    -- needs_mode any: a yield may add needs, and must know which needs were met when the run began.
     v_flags := v_flags
       | case when v_options ->> 'needs_mode' = 'any' then {{needs}} else 0 end
       | case when (v_options ->> 'held')::boolean then {{held}} else 0 end
@@ -199,7 +198,7 @@ begin
   return v_id;
 end $$;
 
--- p_table: as _defer_checked, which wakes no worker.
+-- _defer_checked for a job given as JSON. p_table: as there.
 -- Raises: as defer; 22023 for values of a wrong type.
 create or replace function queue._defer_json(p_job jsonb, p_table oid default null)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$

@@ -1,12 +1,10 @@
--- Deferring: only appends to the log. Decisions that need agreement are made after the commit
--- (admit/admission.sql).
--- extension/macros names the bits of flags.
+-- Deferring only appends to the log. Decisions that need agreement are made after the commit
+-- (admit/admission.sql). extension/macros names the bits of flags.
 
--- Locks: the row of its idempotency key, then that of its queueing lock. No other that anybody waits for: the
--- sleep lock (work/worker_sleep.sql), shared and by try; with needs those of _check_needs, in a group that of
--- _join_open_group.
--- For speed it has no search_path of its own, so every name and operator in it is qualified; _defer_any has
--- one.
+-- Locks: the row of its idempotency key, then that of its queueing lock. It takes no other lock that anybody
+-- waits for: the sleep lock (work/worker_sleep.sql) is shared and by try; with needs come those of
+-- _check_needs, in a group that of _join_open_group.
+-- For speed it has no search_path of its own, so it qualifies every name and operator; _defer_any has one.
 -- Raises: 22023, QJ001 (a need or parent that isn't visible), QJ004.
 create or replace function queue.defer(
   task text, args jsonb default '{}', queue text default null, priority integer default null,
@@ -19,9 +17,9 @@ declare
   v_is_awake boolean;
   v_none pg_catalog.regclass;  -- stays NULL: see _unrestricted
 begin
-  -- Most calls take few functions and one statement, because each is set up again in every transaction: those
-  -- for a task and small args, without restricted roles, if the task is registered with at most a queue and a
-  -- priority.
+  -- The common case takes one statement and few functions, because each is set up again in every transaction.
+  -- It is a call with only a task and small args, without restricted roles, for a task that is registered
+  -- with at most a queue and a priority.
   if coalesce(v_none, queue._unrestricted()) is not null
     and pg_catalog.num_nonnulls(defer.queue, defer.priority, defer.lock, defer.queueing_lock,
       defer.scheduled_at, defer.deadline, defer.needs, defer.concurrency_key, defer.concurrency_limit,
@@ -113,8 +111,8 @@ comment on function queue.defer_many(jsonb) is
     ' beside them: {"task": "t", "delay": "5 minutes"}. Returns the ids in input order. Defers all jobs or'
     ' none.';
 
--- defer with any arguments. The first statement is for a task that has only a queue and a priority, its own
--- or the call's, or is not registered.
+-- defer with any arguments. The first statement serves calls with only args, a queue and a priority, if the
+-- task is not registered, or only with a queue and a priority.
 -- Locks and errors: as defer.
 create or replace function queue._defer_any(
   p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text,

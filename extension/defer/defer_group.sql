@@ -1,4 +1,4 @@
--- Groups and chains in one call: jobs deferred with their needs.
+-- Groups and chains: jobs deferred in one call with needs among them.
 
 -- Locks and errors: as defer_many.
 create or replace function queue.defer_group(jobs jsonb, "then" jsonb)
@@ -23,9 +23,9 @@ begin
   return next;
 end $$;
 comment on function queue.defer_group(jsonb, jsonb) is
-  'Defers jobs (as defer_many) and one more, "then", that needs them all, in addition to the needs that'
-    ' it names. Its options needs_mode and on_need_failure work as in defer. Returns its id and theirs, in'
-    ' input order.';
+  'Defers jobs (as defer_many) and one more, "then", that needs all of them and the jobs that its own needs'
+    ' name. Its options needs_mode and on_need_failure work as in defer. Returns its id and theirs, in input'
+    ' order.';
 
 -- Locks and errors: as defer_many.
 create or replace function queue.defer_chain(jobs jsonb)
@@ -51,5 +51,5 @@ begin
   end loop;
 end $$;
 comment on function queue.defer_chain(jsonb) is
-  'Defers jobs (as defer_many), each of which needs the one before it, in addition to the needs that it'
-    ' names. Returns the ids in input order.';
+  'Defers jobs (as defer_many), each of which needs the one before it and the jobs that its own needs name.'
+    ' Returns the ids in input order.';

@@ -1,14 +1,15 @@
 -- The option group of defer: the job joins an open group.
 -- Tests: defer/open_groups.sql, admit/groups.adding.spec.
 
--- The options of a job with the group's name filled in from args; without it if the name is empty.
--- Until the transaction ends, it holds the table queue.job_group in mode ROW SHARE, which conflicts with
--- nothing that others do to it. Nobody else uses this mode there, so it shows which transactions may have
--- added jobs.
+-- Returns a job's options with the group's name filled in from args, or without the group if its name is
+-- empty. Until the transaction ends, it holds the table queue.job_group in mode ROW SHARE. That conflicts
+-- with nothing that others do to the table. Nobody else uses this mode there, so it shows which transactions
+-- may have added jobs.
 -- Locks: that table, in this mode; no other session waits for it.
--- Why no job is missed: the lock comes first, then the look whether the group is open. A transaction that
--- admission does not find with the lock, after the group was closed (admit/groups.sql), looks later, and sees
--- that it is closed. In REPEATABLE READ it may see an older state: its job is then counted late.
+-- Why no job is missed: this function takes the lock, and then looks whether the group is open. Admission
+-- looks for the lock after the group was closed (admit/groups.sql). A transaction that does not have the lock
+-- by then looks later, and sees the closed group. In REPEATABLE READ it may see an older state; then its job
+-- is counted late.
 -- Raises: 22023 if the group is not open, 42501 for a role that is restricted to some queues.
 create or replace function queue._join_open_group(p_options jsonb, p_args jsonb)
 returns jsonb language plpgsql volatile parallel unsafe security invoker set enable_seqscan = off as $$

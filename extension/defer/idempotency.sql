@@ -1,5 +1,5 @@
--- Idempotency keys: of the calls of defer with one key of a task, only the first within unique_for defers a
--- job. The others get its id, whatever has become of it.
+-- Idempotency keys: the first call of defer with a key of a task defers a job. Until unique_for has passed,
+-- further calls return the id of that job, even if it has ended or was deleted.
 
 -- Takes the key for a new job that goes to p_queue.
 --   id: the new job's; if the key is in use, minus the id of the job that was deferred first
@@ -9,9 +9,9 @@
 -- Locks: the key's row. Transactions that take one key wait for each other, as with any unique key; a call
 -- whose key has just expired may wait for the maintenance that deletes its row. While the key is in use, a
 -- call only reads the row. A call of defer_many takes its keys in one order (_reserve_idempotency_keys).
--- Why no wake-up is lost: the call that waited returns a job whose commit has woken a worker.
--- Why the loop ends: another turn needs another session that has taken or deleted the key meanwhile. In
--- REPEATABLE READ the insert then raises 40001.
+-- Why no wake-up is lost: a call that waited returns a job whose commit has woken a worker.
+-- Why the loop ends: it repeats only if another session has taken or deleted the key meanwhile. In REPEATABLE
+-- READ the insert then raises 40001.
 -- Raises: 22023.
 create or replace function queue._take_idempotency_key(
   p_task text, p_queue text, p_args jsonb, p_options jsonb, p_given jsonb, out id bigint, out key text,
@@ -47,7 +47,7 @@ begin
   end loop;
 end $$;
 
--- Lets a key that this transaction has just taken stand for another job: the one that has the queueing lock.
+-- Makes a key that this transaction has just taken stand for another job: the one that has the queueing lock.
 -- Locks: the key's row, which the caller has locked.
 create or replace function queue._pass_idempotency_key(p_task text, p_key text, p_id bigint)
 returns void language plpgsql volatile parallel unsafe security invoker set enable_seqscan = off as $$
@@ -55,9 +55,9 @@ begin
   update queue.idempotency_key k set job_id = p_id where k.task = p_task and k.key = p_key;
 end $$;
 
--- Locks those keys of a list of jobs that are free, in one order, so that two lists with the same keys don't
--- deadlock. A row that it makes has expired: the key is free until its job is deferred. It ignores jobs that
--- defer refuses.
+-- Locks the free keys of a list of jobs, all in one order, so that two lists with the same keys don't
+-- deadlock. For a key without a row it inserts one that has already expired, so the key stays free until its
+-- job is deferred. It ignores jobs that defer refuses.
 -- Locks: rows of queue.idempotency_key, in the order of task and key.
 -- Raises: 22023.
 create or replace function queue._reserve_idempotency_keys(p_jobs jsonb)
@@ -92,8 +92,8 @@ begin
   end loop;
 end $$;
 
--- The key with which a call of defer has just returned a job, and the queue of its first call; NULL without a
--- key.
+-- The key of a call of defer that has just returned a job, and the queue of the key's first call; NULL
+-- without a key.
 create or replace function queue._used_idempotency_key(p_task text, p_args jsonb, p_options jsonb,
   out key text, out queue text)
 language plpgsql stable parallel safe security invoker set enable_seqscan = off as $$

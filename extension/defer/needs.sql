@@ -1,11 +1,13 @@
--- Needs of a job that is being deferred: checks that they exist, and how they are combined.
+-- Needs of a job that is being deferred: checks that they exist, and says how they are combined.
 -- Tests: admit/needs.sql, admit/deadlines.sql.
 
--- Needs as a sorted set. An xid is assigned first, so that _safe_at waits for this transaction.
--- Settings: a plan made while the log was empty would read all of it. A plan that knows the number of needs
--- is never replaced by the generic one, so each call would plan, which takes three times as long as the rest.
+-- Checks needs and returns them as a sorted set. It assigns an xid first, so that _safe_at waits for this
+-- transaction.
+-- Settings: a plan made while the log was empty would read all of it. Left to choose, PostgreSQL would always
+-- prefer a plan that knows the number of needs, and so plan in each call, which takes three times as long as
+-- the rest.
 -- Locks: outside READ COMMITTED, where a need may have been removed since the snapshot, the needs' rows of
--- queue.log by skip locked. They are free again at once: who removes jobs waits for no client.
+-- queue.log by skip locked. They are free again at once, so that what removes jobs waits for no client.
 -- Raises: 22023, QJ001 if a need can't be seen, is being removed, or is no longer kept; 40001 if it was
 -- removed since the snapshot. Two sessions: defer/needs.repeatable.spec.
 create or replace function queue._check_needs(p_needs bigint[])

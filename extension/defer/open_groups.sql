@@ -1,5 +1,5 @@
--- Groups with names: jobs join a group from its opening until it is closed. It may have callbacks: jobs that
--- are deferred when all its jobs have ended, when all have succeeded, or when one has failed.
+-- Groups have a name and are open for jobs until they are closed. Their callbacks are jobs that are deferred
+-- when all jobs of the group have ended, when all have succeeded, or when one has failed.
 
 -- Locks: the group's row. Transactions that open one name wait for each other, as with any unique key.
 -- Why no wake-up is lost: nobody waits for an open group.
@@ -33,12 +33,12 @@ begin
   return false;
 end $$;
 comment on function queue.open_group(text, jsonb, jsonb, jsonb) is
-  'Opens a group of jobs, and returns true; false if it is open already, and then nothing changes. Jobs'
-    ' join by defer''s option group, until close_group. Each callback is a job, {"task": text, "args":'
-    ' object, ...}, and is deferred once: on_end when the group is closed and all its jobs have ended,'
-    ' on_success when all of them have succeeded, on_failure as soon as one has failed or was cancelled. A'
-    ' group is kept for 7 days after its end, and for as long as any of its jobs; until then its name stays'
-    ' in use.';
+  'Opens a group of jobs and returns true. If it is already open, the call changes nothing and returns'
+    ' false. Jobs join by defer''s option group, until close_group. Each callback is a job, {"task": text,'
+    ' "args": object, ...}, and is deferred once: on_end when the group is closed and all its jobs have'
+    ' ended, on_success when all of them have succeeded, on_failure as soon as one has failed or was'
+    ' cancelled. A group is kept for 7 days after its end, and at least as long as its jobs; until then its'
+    ' name stays in use.';
 
 -- Only appends, as defer does. Locks: none but the sleep lock, shared and by try.
 -- Why no wake-up is lost: the settlement is appended by the same transaction as the row that closes the
@@ -68,10 +68,10 @@ begin
   return not v_group.is_closed;
 end $$;
 comment on function queue.close_group(text) is
-  'Closes a group: no more jobs join it, and its callbacks are deferred when their time has come, which may'
-    ' be at once. Jobs of transactions that have already deferred them, and are still open, belong to the'
-    ' group, which waits for these transactions. Returns false if the group was closed before. The call only'
-    ' appends, as defer does, so it may be part of any transaction; it takes effect at the commit.';
+  'Closes a group: no more jobs join it, and each callback is deferred as soon as its condition is met. Jobs'
+    ' that open transactions have already deferred belong to the group, which waits for these transactions.'
+    ' Returns false if the group was closed before. The call only appends, as defer does, so it may be part'
+    ' of any transaction; it takes effect at the commit.';
 
 -- Returns the callback with all options in `options`.
 -- Raises: 22023 if it is not a job that a group can defer.
@@ -87,7 +87,7 @@ begin
     perform queue._invalid('a callback has an option that is not for it',
       'Leave out idempotency_key, unique_for and group: a callback is deferred once, by its group.');
   end if;
-  -- whatever defer refuses is refused now
+  -- What defer would refuse later is refused now.
   begin
     perform queue._defer_callback(v_callback);
     {{roll_back}}
@@ -95,9 +95,9 @@ begin
   return v_callback;
 end $$;
 
--- Defers the job of a callback. It takes no queueing lock and no idempotency key, for which it might have to
--- wait, and joins no group, even if its task's defaults have them. It has no parent: that may
--- be gone by then.
+-- Defers the job of a callback. Even if its task's defaults have them, it takes no queueing lock and no
+-- idempotency key, for which it might have to wait, and it joins no group. It has no parent, which may have
+-- been removed by then.
 -- Locks: none. Raises: 22023.
 create or replace function queue._defer_callback(p_callback jsonb)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$

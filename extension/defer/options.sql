@@ -1,4 +1,4 @@
--- The options of defer, concurrency keys, retry policies and templates: read and checked.
+-- Reads and checks the options of defer, concurrency keys, retry policies and templates.
 -- Tests: defer/defer.sql, base/checks.sql.
 
 -- Every key that the options of defer may have.
@@ -11,8 +11,8 @@ begin
     'max_progress', 'share', 'idempotency_key', 'unique_for', 'max_wait', 'group'];
 end $$;
 
--- Returns the options without those that are JSON null, except max_progress, and expires_at as an absolute
--- time, in UTC.
+-- Returns the options with expires_at as an absolute time in UTC, and without those that are JSON null,
+-- except max_progress: there null means no limit.
 -- Raises: 22023 for an unknown key or an invalid value.
 create or replace function queue._check_options(options jsonb)
 returns jsonb language plpgsql stable parallel unsafe security invoker as $$
@@ -51,9 +51,9 @@ begin
         perform queue._invalid('timeout must be longer than 0', 'Leave timeout out for no limit.');
       elsif v_option.key = 'unique_for' and queue._interval(v_option.key, v_option.value) = interval '0' then
         perform queue._invalid('unique_for must be longer than 0',
-          'Leave unique_for out for 1 day, or idempotency_key for no key.');
+          'Leave out unique_for for 1 day, or leave out idempotency_key.');
       elsif v_option.type = 'number' then
-        -- because it is used as the text of an interval, which must not have too many digits
+        -- It is used as the text of an interval, which must not have too many digits.
         v_options := v_options || jsonb_build_object(v_option.key,
           trim_scale(round(v_option.text::numeric, 6)));
       end if;
@@ -89,8 +89,8 @@ begin
   return v_options;
 end $$;
 
--- Refuses a parent in checked options that are for many jobs: once that job was removed, each use of them
--- would fail.
+-- Refuses a parent in checked options that serve many jobs (a task's defaults, a schedule): once the parent
+-- was removed, every use of them would fail.
 -- Raises: 22023.
 create or replace function queue._check_no_parent(options jsonb)
 returns void language plpgsql immutable parallel safe security invoker as $$
@@ -101,8 +101,9 @@ begin
   end if;
 end $$;
 
--- How long to keep a job by its outcome: an object of intervals as they were given, with those that are null
--- left out. The text of an interval would depend on the setting IntervalStyle, and schedule compares.
+-- Checks how long to keep a job by its outcome, and returns the intervals as they were given, without those
+-- that are null. They are not rewritten: the text of an interval depends on the setting IntervalStyle, and
+-- schedule compares options.
 -- Raises: 22023.
 create or replace function queue._check_retain(p_retain jsonb)
 returns jsonb language plpgsql stable parallel unsafe security invoker as $$
@@ -124,8 +125,8 @@ begin
   return v_retain;
 end $$;
 
--- The combined keys and limits of concurrency_key, concurrency_limit and options.concurrency. terms: the rate
--- and weight of each, if one has more than a key and a limit; jobs keep them among their options.
+-- Combines the keys and limits of concurrency_key, concurrency_limit and options.concurrency. terms: the rate
+-- and weight of each key, if any key has more than a limit; jobs keep them among their options.
 -- Raises: 22023.
 create or replace function queue._check_concurrency(key text, key_limit integer, list jsonb, out keys text[],
   out limits integer[], out terms jsonb)
@@ -239,7 +240,7 @@ begin
   end if;
 end $$;
 
--- Raises: 22023 if _fill refuses the template whatever the args.
+-- Raises: 22023 if _fill would refuse the template with any args.
 create or replace function queue._check_template(what text, template text)
 returns void language plpgsql immutable parallel safe security invoker as $$
 begin
@@ -250,11 +251,11 @@ begin
   end if;
 end $$;
 
--- Fills {field} from args. A field that is missing in args, or is not a scalar, is an error. For a client's
--- tagged value, {"__pgdefer__": type, "value": text}, its text counts, so that a UUID gives the same lock
--- whether Python or a trigger wrote it. A doubled brace is one of the text. A single one that encloses no
--- field is too, unless the template contains a doubled left brace: then it is an error.
--- Raises: 22023, also if the outcome is not a valid name.
+-- Fills {field} from args. It is an error if args lack the field, or if its value is not a scalar. Of a
+-- client's tagged value, {"__pgdefer__": type, "value": text}, the text counts, so that a UUID gives the same
+-- lock whether Python or a trigger wrote it. A doubled brace stands for one brace. A single brace that
+-- encloses no field stands for itself, but is an error if the template contains a doubled left brace.
+-- Raises: 22023, also if the filled text is not a valid name.
 create or replace function queue._fill(what text, template text, args jsonb)
 returns text language plpgsql immutable parallel safe security invoker as $$
 declare
@@ -285,7 +286,7 @@ begin
       end if;
       if coalesce(jsonb_typeof(v_value), 'null') in ('object', 'array', 'null') then
         perform queue._invalid(format('%s names a field that args do not fill', what),
-          'Every {field} must be a text, number or boolean in args. Defaults of the handler are not in args.',
+          'Pass each {field} in args as a text, number or boolean. Defaults of the handler do not count.',
           format('template: %s, field: %s', template, left(v_parts[i], v_end - 1)));
       end if;
       v_text := v_text || (v_value #>> '{}') || replace(substr(v_parts[i], v_end + 1), '}}', '}');
@@ -299,7 +300,7 @@ begin
   return v_text;
 end $$;
 
--- The template of a text: _fill makes the text of it.
+-- Returns the template that _fill turns back into this text.
 create or replace function queue._literal(p_text text)
 returns text language plpgsql immutable parallel safe security invoker as $$
 begin

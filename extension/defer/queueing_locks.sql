@@ -1,8 +1,8 @@
 -- Queueing locks: at most one job that has not started (unique_until finish: not finished) per key.
 
--- Takes the key for a new job and returns its id (p_id, if it has one already), or, as a negative number, the
--- id of the job that keeps it. A replacement does not put off the start of that job to more than p_max_wait
--- after it was deferred.
+-- Takes the key for a new job and returns that job's id (p_id, if it has one already). If another job keeps
+-- the key, it returns minus that job's id. The time of a replacement is at most p_max_wait after that job was
+-- deferred.
 -- Locks: the key's row. Inserters of one key wait for each other, as with any unique key, and for a claim or
 -- a replacement of the holder. A replacement keeps the row locked until its transaction ends. The claim of
 -- the holder needs that row (_claim_ids), so the holder does not start meanwhile.
@@ -28,7 +28,7 @@ begin
     else
       select k.job_id into v_holder from queue.queueing_lock k where k.key = p_key;
     end if;
-    -- not found: the holder has started meanwhile, so the key is free
+    -- If not found, the holder has started meanwhile, so the key is free.
     if found then
       case
         when p_on_conflict = 'ignore' then
@@ -53,7 +53,7 @@ begin
   return null;
 end $$;
 
--- The last committed replacement of a job that the next admission puts into it: an object with args, priority
+-- The last committed replacement of a job, which the next admission applies: an object with args, priority
 -- and scheduled_at, as in _take_queueing_lock. NULL without one.
 create or replace function queue._replacement(p_id bigint, p_flags integer)
 returns jsonb language plpgsql stable parallel safe security invoker as $$
@@ -68,7 +68,7 @@ begin
       and not exists (select from queue.finished f where f.id = p_id));
 end $$;
 
--- Clears the mark of a replacement, if it is still the mark of this one.
+-- Clears the mark of a replacement, unless a later one has put its own mark there.
 -- Locks: the key's row by skip locked.
 create or replace function queue._clear_replacing(p_key text, p_seq bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -79,10 +79,11 @@ begin
   end if;
 end $$;
 
--- A rolled-back replacement may have left the mark of an earlier one, which has been applied.
+-- Clears marks of replacements that were applied: one that rolls back may leave the mark of an earlier one.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
--- Why no mark of a later replacement is cleared: it has another number. Nor is that of an orphaned one,
--- which _repair_settlements finds later. All settlements, with the dead ones, are read only for such a mark.
+-- Why it clears no mark that counts: a later replacement has another number, and an orphaned settlement,
+-- which _repair_settlements finds later, is still a row of queue.pending_settlement. All rows of that table,
+-- with the dead ones, are read only if there is such a mark.
 create or replace function queue._repair_replacing()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -96,7 +97,7 @@ begin
     where h.kind = 'replace' and h.payload ->> 'seq' = l.replacing::text);
 end $$;
 
--- Returns the jobs that a pending replacement keeps from starting; locks the keys of the others.
+-- Returns the jobs that a pending replacement keeps from starting. Locks the keys of the others.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
 create or replace function queue._try_lock_queueing_locks(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -122,8 +123,8 @@ begin
       where k.key = j.queueing_lock) = j.id);
 end $$;
 
--- Releases the keys of those jobs that have p_flag. It looks for a key and its job, because another of the
--- jobs may hold the key: one without p_flag.
+-- Releases the keys of those jobs that have p_flag. It looks for key and job together, because the key may be
+-- held by another of these jobs, one without p_flag.
 -- Locks: rows of queue.queueing_lock.
 create or replace function queue._drop_queueing_locks(p_ids bigint[], p_flag integer)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -137,8 +138,9 @@ begin
     and k.job_id = any (v_ids);
 end $$;
 
--- Writes new versions of the keys of jobs that are being claimed. So a replacement in REPEATABLE READ whose
--- snapshot is older than the claim raises 40001; it would find the job unclaimed, and never be applied.
+-- Writes new versions of the keys of jobs that are being claimed. So a replacement in REPEATABLE READ raises
+-- 40001 if its snapshot is older than the claim. Otherwise it would take the job for unclaimed, and would
+-- never be applied.
 -- Locks: rows of queue.queueing_lock, which _try_lock_queueing_locks has locked: none of them is being
 -- replaced.
 -- Two sessions: defer/queueing_locks.repeatable.spec.

@@ -1,8 +1,9 @@
 -- Tasks: names with defaults. Registration is optional: it only fills arguments that a call leaves NULL.
 
 -- Locks: the task's row if something changes. Raises: 22023; 42501 if a role other than the owner sets or
--- changes a function. Why no caller but the owner drops a sensitive path: the old ones are read in the row
--- that the insert has locked.
+-- changes a function.
+-- Why only the owner can drop a sensitive path: the old paths are read from the row that the insert has
+-- locked.
 create or replace function queue.register_task(name text, defaults jsonb default '{}')
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -74,16 +75,14 @@ comment on function queue.register_task(text, jsonb) is
     ' queueing_lock, deadline (an interval from the time of deferring), concurrency_key, concurrency_limit'
     ' and every key of options but parent. function: the schema.name of a database function that takes the'
     ' args as one jsonb and runs the task (queue.work, queue.run_function); only the owner of the queue may'
-    ' set it.'
-    ' sensitive: a list of paths to args that nobody reads but the owner and workers: card.number,'
-    ' cards[*].number; all others read ***, also in jobs already deferred, and may add paths but not remove'
-    ' any.'
-    ' Calling it again with the same defaults has no effect. Jobs already deferred keep their defaults,'
-    ' except for the retry policy, which is read when an attempt ends.';
+    ' set it. sensitive: a list of paths to args, such as card.number or cards[*].number, that only the'
+    ' owner and workers can read. Other roles read ***, also in jobs already deferred; they may add paths,'
+    ' but not remove any. Calling it again with the same defaults has no effect. Jobs already deferred keep'
+    ' their defaults, except for the retry policy, which is read when an attempt ends.';
 
--- The function that a task's defaults name, written with its schema; NULL for none. Workers run it with their
--- own rights, so a role that can set one could act with these: only a role with the owner's rights may set,
--- change or remove one.
+-- Returns the function that a task's defaults name, with its schema; NULL for none. Workers run it with their
+-- own rights, so a role that could set a function could act with these rights. Therefore only a role with the
+-- owner's rights may set, change or remove one.
 -- Raises: 22023, 42501.
 create or replace function queue._task_function(p_task text, p_value jsonb)
 returns text language plpgsql stable parallel unsafe security invoker as $$

@@ -2,7 +2,8 @@
 -- Tests: defer/defer.sql.
 
 -- Settings: a row is written in the same way, whatever the session's output formats for bytea, floating point
--- numbers and intervals. Without a generic plan, PostgreSQL would plan the look at the columns for each row.
+-- numbers and intervals. With the generic plan, PostgreSQL plans the query about the columns once, not for
+-- each row.
 -- Locks and errors: as defer.
 create or replace function queue.defer_trigger()
 returns trigger language plpgsql volatile parallel unsafe security definer
@@ -17,7 +18,7 @@ begin
   if tg_level <> 'ROW' or tg_nargs <> 1 then
     v_keys := queue._trigger_keys(tg_name, tg_level = 'ROW', tg_argv);
   end if;
-  -- PostgreSQL computes virtual columns never for a trigger, and stored ones only after BEFORE triggers
+  -- PostgreSQL never computes virtual columns for a trigger, and stored ones only after BEFORE triggers.
   select bool_or(a.atttypid >= 16384) as has_own_types, array_agg(a.attname::text) filter
     (where a.attgenerated = 'v' or a.attgenerated = 's' and tg_when = 'BEFORE' and tg_op <> 'DELETE') as unset
   into v_columns

@@ -286,7 +286,7 @@ def test_a_field_that_is_missing(
         with pytest.raises(InvalidParameter, match="names a field that args do not fill") as caught:
             task.defer(1, [2])
         assert f"field: {field}" in str(caught.value.detail)
-        assert "boolean in args, which have no defaults of the handler" in str(caught.value.hint)
+        assert "Defaults of the handler do not count" in str(caught.value.hint)
     conn.execute("create table t (n int, rows int[])")
     conn.execute(
         "create trigger t after insert on t for each row"
