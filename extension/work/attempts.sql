@@ -37,9 +37,9 @@ begin
           where a.job_id = attempt_outcome.id and a.claim = attempt_outcome.claim);
 end $$;
 comment on function queue.attempt_outcome(bigint, bigint) is
-  'Returns how queue.attempts shows the end of a claim; NULL if it has succeeded or has not ended. A'
-    ' worker calls it if its handler has ended the claim by sleep, wait, await_jobs or fail_step: if the job'
-    ' was told to abort, the claim has ended as aborted.';
+  'Returns how queue.attempts shows the end of a claim; NULL if it has succeeded or has not ended. A worker'
+    ' calls it when its handler has ended its claim by sleep, wait, await_jobs or fail_step: if the job was'
+    ' told to abort, the claim ended as aborted.';
 
 -- Ends the claim with an outcome other than succeeded and returns the job's new state. In addition to the
 -- outcomes of _check_outcome there are two internal ones: retried (by queue.retry with force; at and change:
@@ -87,7 +87,7 @@ begin
     v_end.final := 'cancelled';
     v_end.reason := 'expired';
   end if;
-  -- a job that was rescheduled to a time before its own does not go back to that
+  -- If the job's first time is still to come, it was rescheduled to an earlier one, and must not go back.
   v_at := coalesce(v_end.at, case when (select j.scheduled_at from queue.job j where j.id = p_id) > v_now
     then '-infinity'::timestamptz end);
   insert into queue.attempt (job_id, claim, attempt, worker_id, started_at, finished_at, outcome, error,

@@ -1,5 +1,5 @@
--- Retry delays: how long a failed job waits for its next attempt. _judge_attempt (work/attempts.sql) decides
--- whether there is one.
+-- How long a failed job waits for its next attempt. _judge_attempt (work/attempts.sql) decides whether there
+-- is one, and when.
 -- Tests: work/attempts.sql.
 
 -- With n failures before this one (n = failures - 1):

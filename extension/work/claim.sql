@@ -1,5 +1,5 @@
--- Claiming from one lane, or by the full loop. claim_newcomer.sql claims a new job, finish.sql fences claims,
--- and base/era.sql says why their numbers never repeat.
+-- Claiming from one lane, or in a loop from all. claim_newcomer.sql claims new jobs; finish.sql fences
+-- claims; base/era.sql makes their numbers.
 -- Tests: work/fetch.sql, work/claim.two.spec.
 
 -- Claims ready jobs, and admits if that is due: every 10 ms, because newcomers may have a higher priority, or

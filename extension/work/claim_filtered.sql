@@ -3,13 +3,14 @@
 
 -- Claims up to p_n jobs of lanes. Where given, they are of p_tasks, have a deadline before p_before, and are
 -- among p_only. p_limits: as for _claim_limited.
--- It also looks at jobs that wait for a slot where slots are free, because the ready jobs of the lane may not
--- match. Not in queues that may start no more. Those that it makes ready and does not claim go back to wait,
--- so that they start in their order. Some only begin to wait for another key; if it meets many of these, it
--- hands the rest over to the next fetch: after 100 ms and 20 rounds, so that a few never depend on the clock.
+-- Because the ready jobs of a lane may not match, it also looks at jobs that wait for a slot where slots are
+-- free, except in queues that may start no more. Those that it makes ready and does not claim go back to
+-- wait, so that they start in their order. A job that gets a slot may only begin to wait for another key. If
+-- it meets many of these, it hands the rest over to the next fetch: after 100 ms and 20 rounds, so that a few
+-- never depend on the clock.
 -- Locks: as _claim_limited.
--- Why no wake-up is lost: the settlement that it leaves keeps workers awake, and each of these fetches moves
--- jobs to full keys, and does not look at them again while those are full.
+-- Why no wake-up is lost: the settlement that it leaves keeps workers awake. Each of these fetches moves jobs
+-- on to wait at full keys, and does not look at them again while those are full.
 -- Two sessions: defer/queueing_locks.replace_fetch.spec.
 create or replace function queue._claim_filtered(
   p_worker bigint, p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[],
@@ -23,7 +24,7 @@ declare
   v_full text[] := '{}'::text[];
   v_lanes integer[];  -- of queues that may start more
   v_ids bigint[];
-  v_left bigint[];  -- found, but without room beside the others
+  v_left bigint[];  -- still waiting: there was no room for them beside the others
   v_early bigint[] := '{}'::bigint[];
   v_round record;
 begin
@@ -49,7 +50,7 @@ begin
     exit when cardinality(v_won) >= p_n or cardinality(v_left) = cardinality(v_ids);
     v_rounds := v_rounds + 1;
     if v_rounds >= 20 and clock_timestamp() > v_until then
-      -- it refills nothing, but nobody sleeps while there is one
+      -- This settlement refills nothing, but no worker sleeps while there is one.
       insert into queue.pending_settlement (job_id, kind, flags, payload)
       values (v_ids[1], 'refill', 0, '[]');
       exit;
@@ -71,8 +72,8 @@ begin
   return v_won;
 end $$;
 
--- The first jobs of lanes that a fetch may make ready, at most p_n, in the order of p_lanes: they wait for a
--- slot where slots are free. With p_only: those of these that are ready, or wait for slots and fit; a job
+-- The first jobs of lanes, at most p_n in the order of p_lanes, that a fetch may make ready: they wait for a
+-- slot where slots are free. With p_only: the jobs in it that are ready, or wait for slots and fit; a job
 -- that is named may pass a heavier one. They match p_tasks and p_before as for _claim_filtered.
 create or replace function queue._find_selected(
   p_lanes integer[], p_n integer, p_tasks text[], p_before timestamptz, p_only bigint[])
@@ -85,7 +86,7 @@ begin
         from (select distinct u.id from unnest(p_only) u (id)) u
         cross join lateral (
           select w.id, w.lane, w.deadline, w.key, coalesce(w.weight, 1) as weight from queue.waiting w
-          -- || '' keeps the planner from an index whose condition is on reason
+          -- || '' keeps the planner from an index whose condition is on reason.
           where w.id = u.id and w.reason || '' = 'slot' and w.lane = any (p_lanes)
           union all
           select aj.id, aj.lane, aj.deadline, null, null from queue.active_job aj

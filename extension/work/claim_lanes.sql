@@ -3,8 +3,7 @@
 
 -- Claims up to p_n jobs of plain lanes, in the order of p_lanes. first_claim: as for _claim_newcomer.
 -- Locks: rows of queue.active_job by skip locked.
--- Why no job starts that was paused before, and no limited job uncounted: the claiming statement reads the
--- lanes again.
+-- Why no paused job starts, and no limited job uncounted: the claiming statement reads the lanes again.
 -- Why a job's claims rise: a row that this statement sees was made ready by a transaction that already had
 -- its number.
 -- Why it starts after the end of jobs that it needed or followed: the clock is read after the snapshot.
@@ -52,9 +51,9 @@ begin
   end if;
 end $$;
 
--- Returns those of the lanes that hold a ready job which may start, in the order in which they are read: by
--- priority, then the queue whose first job is oldest. plain_lanes: those that can be claimed from without the
--- admission lock, because no limited lane has a higher priority.
+-- Returns the lanes that hold a ready job which may start, in the order in which they are read: by priority,
+-- then the queue whose first job is oldest. plain_lanes: those that can be claimed from without the admission
+-- lock, because no limited lane has a higher priority.
 create or replace function queue._probe_lanes(
   p_lanes integer[], out lanes integer[], out kind smallint, out plain_lanes integer[])
 language plpgsql stable parallel safe security invoker as $$

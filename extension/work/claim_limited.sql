@@ -46,8 +46,8 @@ begin
               where j.id = aj.id and j.task = any (p_tasks)))
           order by aj.deadline, aj.id limit v_take) aj
         order by aj.deadline, aj.id limit v_take) c
-      -- if the jobs of the first lanes can't start, however many they are, the next round also reads the
-      -- first jobs of the others: of a hundred that have any, at least
+      -- If the jobs of the first lanes can't start, however many they are, the next round also reads the
+      -- first jobs of the other lanes: of at least a hundred lanes that have any.
       limit case when v_left = '{}' then v_take else 100 * v_take::bigint end);
     exit when v_ids = '{}';
     select c.won, c.rest, c.full_queues into v_round

@@ -1,4 +1,4 @@
--- Claiming under the common limit, in few statements: all jobs at hand have the same one key.
+-- Claiming under a limit that all jobs at hand share, because they have the same one key: in few statements.
 -- Tests: admit/one_key.sql.
 
 -- Claims up to p_n jobs, as _claim_limited does, if the lanes have one queue and priority, and those of the
@@ -84,10 +84,10 @@ end $$;
 -- Settles claims that have ended with slots of concurrency keys. If all have one key, and the next fetch of
 -- p_worker would claim jobs of that key, it claims these, at most p_max_jobs: ids is NULL for none.
 -- Workers of one key take turns here. If nothing but limited jobs is ready, each waits a moment for the
--- admission lock: a settlement that is appended is dearer, and the next fetch would have to wait as well.
--- Locks: the admission lock, waited for up to 50 ms. Why no wake-up is lost: see admit/admission.sql; if it
--- claims as many jobs as have ended, no more are ready than before. Two sessions:
--- tests/py/races/test_fast_paths.py.
+-- admission lock: to append a settlement costs more, and the next fetch would have to wait as well.
+-- Locks: the admission lock, waited for up to 50 ms.
+-- Why no wake-up is lost: see admit/admission.sql; if it claims as many jobs as have ended, no more are ready
+-- than before. Two sessions: tests/py/races/test_short_ways.py.
 create or replace function queue._settle_and_claim(p_ids bigint[], p_flags smallint[], p_worker bigint,
   p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -101,8 +101,8 @@ begin
     and (v_queues is null or l.queue = any (v_queues))) is false then
     v_key := queue._only_key(p_ids, p_flags);
   end if;
-  -- if others have to be admitted, the slots come first: a new job may be discarded if there is none. This
-  -- look comes before the lock, for which others wait.
+  -- If others must be admitted, the slots are given back first: a new job may be discarded if no slot is
+  -- free. This looks before it takes the lock, because others wait for the lock.
   if v_key is not null and {{is_look_due}} then
     if queue._has_work(v_now) then
       p_max_jobs := 0;
@@ -121,7 +121,7 @@ begin
       ids := v_passed.ids;
       first_claim := v_passed.first_claim;
       if coalesce(cardinality(ids), 0) < cardinality(p_ids) then
-        perform queue._announce();  -- more are ready than before
+        perform queue._announce();  -- more jobs are ready than before
       end if;
       if v_passed.flags & {{lease}} <> 0 then
         perform queue._lease_timeouts(ids, aj.claim, aj.claimed_at) from queue.active_job aj

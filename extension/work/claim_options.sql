@@ -106,7 +106,7 @@ begin
     where jsonb_typeof(i) <> 'number') then
     perform queue._invalid('ids must be numbers', 'Pass ids of jobs.');
   elsif jsonb_array_length(v_options -> 'tasks') > 1000 or jsonb_array_length(v_options -> 'ids') > 1000 then
-    -- each is compared with each job, while others wait for the admission lock
+    -- Each name or id is compared with each job, while others wait for the admission lock.
     perform queue._invalid('tasks or ids holds more than 1,000', 'Call again for the others.');
   end if;
   tasks := case when v_options ? 'tasks' then array(select t
@@ -127,7 +127,8 @@ begin
 end $$;
 
 -- How many jobs to claim if a worker asks for many: as many as fitted into this session's last full answer,
--- and an eighth more each time that an answer leaves room. An undelivered claim costs more than another call.
+-- and an eighth more each time that an answer leaves room. An undelivered claim costs
+-- more than another call.
 create or replace function queue._fitting(p_max_jobs integer)
 returns integer language plpgsql stable parallel safe security invoker as $$
 begin

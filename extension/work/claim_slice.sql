@@ -1,12 +1,12 @@
--- Claiming many jobs in the moment of admission, if nothing else is to be done.
+-- Claims many jobs as they are admitted, if there is nothing else to do.
 -- Tests: work/claim_slice.sql, work/claim.slices.spec.
 
--- Claims up to p_n jobs as they are admitted, if no lane of p_queues (NULL: any) has a ready job, nothing
--- is due or handed over, no task is paused, and the next jobs are plain and have one queue and priority.
--- It ends before those that are not. A job saves an update, and its entry in the index of lanes: a third
--- of the WAL of its run. If more are new than p_n, they go to the backlog, which finds the most urgent
--- ones. A backlog is read here only if it may wait. first_claim: as for _claim_newcomer. is_all: there is
--- no other job to claim.
+-- Claims up to p_n jobs as they are admitted, if no lane of p_queues (NULL: any) has a ready job, nothing is
+-- due or handed over, no task is paused, and the next jobs are plain and have one queue and priority. It
+-- stops before the first job that is not. That saves each job an update and its entry in the index of lanes:
+-- a third of the WAL of its run. If there are more new jobs than p_n, they go to the backlog, which finds the
+-- most urgent ones. A backlog is read here only if it may wait. first_claim: as for _claim_newcomer. is_all:
+-- there is no other job to claim.
 -- Locks: the caller holds the admission lock.
 -- Why the jobs can be claimed as they are inserted, and why no wake-up is lost: as for _claim_newcomer. The
 -- place in the backlog up to which it has been read commits with the claims.

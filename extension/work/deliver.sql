@@ -11,10 +11,10 @@
 -- fetches need not look for them. A new session looks once, and whenever it finds nothing to claim (behind a
 -- transaction pooler).
 --
--- The worker does not know of undelivered claims. It may not fetch for long: its slots have become full, of
--- which some of the claims were ahead, or it stops. So a claim that was not fetched in time (macro is_stale)
--- is released, by any maintenance (_release_stale, work/reap.sql), or at the latest by the worker's next
--- fetch, as the job's timeout counts from the claim.
+-- The worker does not know of undelivered claims. It may not fetch for long: it stops, or its slots have
+-- become full, partly with jobs that were claimed ahead. So a claim that was not fetched in time (macro
+-- is_stale) is released, because the job's timeout counts from the claim. Any maintenance does this
+-- (_release_stale, work/reap.sql), the worker's next fetch at the latest.
 
 -- Locks, here and in callers: a fetch that keeps claims undelivered holds the rows of queue.active_job that
 -- it has claimed, and the admission lock if it took it; its rows of queue.undelivered are new, so nobody
@@ -43,9 +43,9 @@ begin
     from queue.job_now j where j.id = p_id);
 end $$;
 
--- Releases undelivered claims of a worker that may no longer start; an expired or aborted job is cancelled by
--- that. Returns whether there was any. A claim whose row another transaction holds stays undelivered; the
--- next call finds out whether it has ended.
+-- Releases undelivered claims of a worker that may no longer start; this cancels an expired or aborted job.
+-- Returns whether there was any. A claim whose row another transaction holds stays undelivered; the next call
+-- finds out whether it has ended.
 -- Locks: rows of queue.undelivered, then of queue.active_job, by skip locked.
 create or replace function queue._give_back_undelivered(p_worker bigint)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$

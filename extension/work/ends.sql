@@ -1,10 +1,10 @@
--- Ends claims that have succeeded; and what follows the end of any claim: it is settled (admit/settle.sql) at
--- once if the admission lock is free, else by the next admission, which reads queue.pending_settlement.
+-- Ends claims that have succeeded, and settles claims that have ended in any way (admit/settle.sql): at once
+-- if the admission lock is free, else by the next admission, which reads queue.pending_settlement.
 -- Tests: work/finish.sql, work/ends.sql, admit/locks.late_defer.spec.
 
--- Settles ended claims at once if the admission lock is free (p_settle), or appends a pending settlement,
--- also if a fault stops it: the outcome counts, and maintenance finds whose fault it is (admit/singly.sql).
--- p_all_flags: the flags that any of them has.
+-- Settles ended claims at once if p_settle is true and the admission lock is free. Otherwise, or if a fault
+-- stops that, it appends pending settlements: the outcomes stand, and maintenance finds the job at fault
+-- (admit/singly.sql). p_all_flags: the flags that any of them has.
 -- Locks: the admission lock by try, after the claims' rows. Why no wake-up is lost: see admit/admission.sql.
 create or replace function queue._settle_or_append(p_ids bigint[], p_flags smallint[], p_all_flags smallint,
   p_kind text, p_settle boolean, p_payload jsonb default null)
@@ -17,7 +17,7 @@ begin
   if p_kind = 'ended' and p_all_flags & {{binding}} = 0 then
     return;
   elsif p_kind = 'ended' and p_all_flags & ~{{binding}} <> 0 then
-    -- some may hold nothing that others wait for
+    -- Some may hold nothing that others wait for.
     select array_agg(u.id), array_agg(u.flags) into v_ids, v_flags
     from unnest(p_ids, p_flags) u (id, flags)
     where u.flags & {{binding}} <> 0;
@@ -65,15 +65,15 @@ begin
   end if;
 end $$;
 
--- Settles the pending settlements of this transaction for claims on p_ids, as one set, if the admission lock
--- is free. After a fault they stay, as in _settle_or_append.
+-- Settles the pending settlements of this transaction for claims on p_ids as one set, if the admission lock
+-- is free. After a fault they stay pending, as in _settle_or_append.
 -- Locks: the admission lock by try, given back after a fault.
 create or replace function queue._settle_own(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_found record;
 begin
-  -- for more, the answer may be too long to hold the admission lock while it travels (work/deliver.sql)
+  -- With more jobs, the answer may be too long to travel while the admission lock is held (work/deliver.sql).
   if cardinality(p_ids) > 1000 or not queue._lock_admission(false) then
     return;
   end if;
@@ -120,8 +120,8 @@ begin
 end $$;
 
 -- Ends claims as succeeded. done: the ids whose claim was the current one, NULL for none. p_ids ascend, so
--- that width_bucket finds an id's place in them; p_results NULL: there are no results. p_keeps: if they hold
--- nothing but slots of keys, they are not settled; the caller must do that with kept_ids and kept_flags
+-- that width_bucket finds an id's place in them; p_results is NULL if there are no results. p_keeps: claims
+-- that hold nothing but slots of keys are not settled; the caller must settle kept_ids with kept_flags
 -- (_settle_and_claim).
 create or replace function queue._succeed(p_ids bigint[], p_claims bigint[], p_results jsonb[],
   p_keeps boolean default false, out done bigint[], out kept_ids bigint[], out kept_flags smallint[])
@@ -156,14 +156,14 @@ begin
       kept_ids := v_special;
       kept_flags := v_flags;
     else
-      -- for more, the answer may be too long to hold the admission lock while it travels (work/deliver.sql)
+      -- With more jobs, the answer may be too long to travel while the admission lock is held.
       perform queue._settle_or_append(v_special, v_flags, v_all_flags, 'ended', cardinality(p_ids) <= 1000);
     end if;
   end if;
 end $$;
 
--- Raises: QJ001 or QJ002, always: says why a claim is refused. A job that no longer exists was deleted or
--- pruned.
+-- Says why a claim is refused. A job that no longer exists was deleted or pruned.
+-- Raises: QJ001 or QJ002, always.
 create or replace function queue._raise_claim_error(p_id bigint, p_claim bigint)
 returns void language plpgsql stable parallel safe security invoker as $$
 begin

@@ -56,7 +56,7 @@ begin
   end if;
   v_claimed := queue._claim_newcomer(worker, queues, max_jobs, options, true, v_at_once);
   if v_claimed.first_claim is null and cardinality(v_claimed.ids) = 1 then
-    -- its row is read once, for its length (_keep_undelivered) and for the answer
+    -- This reads its row once, for its length (_keep_undelivered) and for the answer.
     select {{claimed_columns}}
     into id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout, headers,
       parent, steps
@@ -97,14 +97,14 @@ comment on function queue.fetch(bigint, text[], integer, jsonb) is
   'Claims up to max_jobs jobs for a worker and returns them in claim order. It needs a transaction of its'
     ' own, in READ COMMITTED. If it finds nothing, it runs the maintenance that is due. A job that has'
     ' crashed before goes only to a worker that runs nothing, and that worker gets no other job until it has'
-    ' ended; so a worker makes these calls one after another. steps: the finished steps of a job, by name;'
-    ' NULL if there are none, an empty object if they take more than 64 kB (queue.read_steps). options: ids,'
-    ' order (mixed | listed), tasks, functions (true: tasks that are database functions), deadline_within,'
-    ' max_running ({"queue or prefix*": n}: of each such queue this worker runs at most n jobs at once; the'
-    ' longest pattern applies);'
-    ' ahead: how many of max_jobs the worker starts a moment later; they are claimed only where no option'
-    ' selects jobs and no ready job is under a limit. Claims that made an earlier answer longer than 64 kB'
-    ' come first, whatever queues and options say now.';
+    ' ended; so a worker must make these calls one after another. Claims that did not fit into an earlier'
+    ' answer, of at most 64 kB, come first, whatever queues and options say now. steps: the finished steps'
+    ' of a job, by name; NULL if there are none, an empty object if they take more than 64 kB'
+    ' (queue.read_steps). options: ids, order (mixed | listed), tasks, functions (true: tasks that are'
+    ' database functions), deadline_within, max_running ({"queue or prefix*": n}: of each such queue this'
+    ' worker runs at most n jobs at once; the longest pattern applies), ahead (how many of max_jobs the'
+    ' worker starts a moment later; they are claimed only where no option selects jobs and no ready job is'
+    ' under a limit).';
 
 -- Locks: as finish_many, then as fetch; the admission lock is waited for only if there are no outcomes, or as
 -- _settle_and_claim says.
@@ -162,8 +162,7 @@ begin
     end if;
   end if;
   if current_setting('pgdefer.undelivered', true) = worker::text then
-    -- large answers must not travel while outcomes hold locks: they are returned alone, by a call without
-    -- outcomes
+    -- Large answers must not travel while outcomes hold locks. A call without outcomes returns them alone.
     if v_may_wait then
       v_claimed := queue._deliver(worker, max_jobs);
       return query

@@ -1,8 +1,8 @@
--- Ending claims: in succeed, in _succeed (work/ends.sql) or in _end_attempt (work/attempts.sql). No claim
--- number comes twice: base/era.sql.
---
--- Each of them takes the pair (id, claim) and deletes the row of queue.active_job that has both, so a claim
--- ends exactly once. In the same transaction, the job goes to queue.finished or back to the gates.
+-- Ending claims. Every claim ends in succeed, in _succeed (work/ends.sql) or in _end_attempt
+-- (work/attempts.sql).
+-- Each of these takes the pair (id, claim) and deletes the row of queue.active_job that has both. No claim
+-- number comes twice (base/era.sql), so a claim ends exactly once. In the same transaction, the job goes to
+-- queue.finished or back to the gates.
 -- Locks: the claims' rows of queue.active_job, in the order of ids; for jobs that have ended, those of
 -- _clean_up. finish_many and finish_and_fetch then try the admission lock and settle. succeed, fail,
 -- retry_later and release may be part of a handler's own long transaction, so they never take the admission
@@ -27,13 +27,13 @@ begin
       perform queue._require_claims(array[succeed.id], array[succeed.claim]);
     end if;
   end if;
-  -- Conditions are nested so that the usual case evaluates few: each is set up anew in a transaction (ADR 1).
+  -- Nested conditions: the usual case evaluates few, and each is set up again in every transaction (ADR 1).
   if succeed.result is not null then
     if pg_column_size(succeed.result) >= 2000 or pg_column_compression(succeed.result) is not null then
       perform queue._check_size('result', succeed.result);
     end if;
   end if;
-  -- as _succeed for one job, in short statements
+  -- The same as _succeed for one job, in short statements.
   delete from queue.active_job aj where aj.id = succeed.id and aj.claim = succeed.claim
   returning aj.attempt, aj.flags, aj.claimed_at, aj.worker_id
   into v_attempt, v_flags, v_claimed_at, v_worker_id;
@@ -172,10 +172,10 @@ comment on function queue.finish_many(jsonb) is
     ' ended in the order of ids, whatever their order in the array. If a result is too large (see'
     ' queue.configure), a note is stored in its place, because the job''s work is done.';
 
--- Ends the claims of a list of outcomes and returns their new states; those that succeeded are ended as one
--- set. Nothing is done unless the whole list is well formed. states and errors stay NULL if all have
--- succeeded. If not all have, or steps come with them, all rows are locked first, in the order of ids: the
--- first settlement takes the admission lock, and from then on no row may be waited for. p_keeps, kept_ids,
+-- Ends the claims of a list of outcomes and returns their new states. It does nothing unless the whole list
+-- is well formed. Claims that succeeded are ended as one set; states and errors stay NULL if all succeeded.
+-- If not all did, or steps come with them, all rows are locked first, in the order of ids: the first
+-- settlement takes the admission lock, and from then on no row may be waited for. p_keeps, kept_ids,
 -- kept_flags: as for _succeed.
 create or replace function queue._finish(
   p_outcomes jsonb, p_keeps boolean, out ids bigint[], out claims bigint[], out states text[],
@@ -203,7 +203,7 @@ begin
     perform queue._check_is_list(p_outcomes);
     perform queue._invalid('an outcome is malformed', 'id and claim are numbers, outcome is text.', sqlerrm);
   end;
-  -- a key that is not known: loops make lists, so of the succeeded outcomes only the first is checked
+  -- Refuses unknown keys. A loop makes such lists, so of the succeeded outcomes only the first is checked.
   if v_is_bad or v_has_others or v_result_size >= 2000
     or (p_outcomes -> 0) - '{id,claim,outcome,result}'::text[] = '{}' is not true then
     perform queue._check_is_list(p_outcomes);
@@ -254,7 +254,7 @@ begin
   end if;
 end $$;
 
--- Ends the claims of the outcomes that are not succeeded, appends how that went to the lists, and settles.
+-- Ends the claims of the outcomes other than succeeded, appends their states and errors, and settles.
 -- Locks: the caller holds the rows of all claims; then as _settle_own, which says why no wake-up is lost.
 create or replace function queue._end_others(
   p_outcomes jsonb, inout ids bigint[], inout claims bigint[], inout states text[], inout errors text[],

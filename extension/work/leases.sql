@@ -1,11 +1,11 @@
--- Leases: how a claim gets its own, when the next one ends, and which are renewed while their handler lives.
--- reap.sql ends the claims of the others.
+-- Leases: how a claim gets its own lease, when the next lease ends, and which leases are renewed while their
+-- handler lives. reap.sql ends the claims whose lease has ended.
 -- Tests: work/reap.sql.
 
--- Until the timeout has passed, it limits the lease: the attempt ends 10 s after it, however often it is
--- extended. An extension after that means that the handler could not be ended and still runs, as the live
--- worker reports: then only the lease counts, so that no second run, and no other holder of its lock or slot,
--- starts beside it.
+-- Until the timeout has passed, it limits the lease: the attempt ends 10 s after the timeout, however often
+-- it is extended. An extension after the timeout means that the handler could not be ended and still runs, as
+-- the live worker reports. Then only the lease counts, so that no second run, and no other holder of its lock
+-- or slot, starts beside it.
 -- Locks: the claim's row, then that of its lease. Raises: 22023, QJ001, QJ002.
 create or replace function queue.extend(id bigint, claim bigint, lease interval)
 returns timestamptz language plpgsql volatile parallel unsafe security definer
@@ -27,10 +27,10 @@ begin
   return v_expires_at;
 end $$;
 comment on function queue.extend(bigint, bigint, interval) is
-  'Gives the claim its own lease from now on. Only the lease then decides when the claim is dead, even if'
-    ' its worker dies. Returns the end of the lease. A timeout still limits the attempt. But if a live worker'
-    ' extends the claim after the timeout, to report that it could not end the handler, the claim lives as'
-    ' long as the lease.';
+  'Gives the claim its own lease from now on. Only the lease then decides when the claim is dead, whatever'
+    ' happens to its worker. Returns the end of the lease. A timeout still limits the attempt. But a claim'
+    ' that is extended after its timeout lives as long as the lease: in this way a live worker reports that'
+    ' it could not end the handler.';
 
 -- The earliest end of leases and timeouts that were set before workers could reach the server (_up_since).
 create or replace function queue._grace_until()
@@ -57,7 +57,8 @@ begin
 end $$;
 
 -- Whether a worker of queue.work is in a transaction, as it is while a handler runs (work/sql_worker.sql). If
--- another session has been given the pid of one that died, the claim stays until that ends a transaction.
+-- the worker has died and another session has got its pid, the claim stays until that session ends a
+-- transaction.
 create or replace function queue._is_in_handler(p_info jsonb)
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin
@@ -65,9 +66,9 @@ begin
     select from pg_locks l where l.locktype = 'virtualxid' and l.pid::text = p_info ->> 'session');
 end $$;
 
--- Whether a claim is run by a worker of queue.work that is in its handler's transaction. No other session can
--- end that, and the attempt ends together with it. So this renews the lease, and no second run starts beside
--- it.
+-- Whether a claim is run by a worker of queue.work that is in its handler's transaction. If so, it renews the
+-- lease, so that no second run starts beside it: no other session can end that transaction, with which the
+-- attempt ends.
 -- Locks: the lease's row by skip locked.
 create or replace function queue._renew_in_handler(p_id bigint, p_claim bigint)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$

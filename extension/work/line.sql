@@ -1,15 +1,17 @@
--- The line of sleepers: of the workers that sleep and serve the same, a notification wakes the first.
+-- The line of sleepers: of the sleeping workers that serve the same queues, a notification wakes only the
+-- first.
 --
--- A worker stands in it if it asks to (before_sleep's option in_line), by a row in queue.sleeper: workers
--- that run jobs behind those that run none, else by place. The first fetches at once when it is notified. The
--- second, the deputy, fetches 80 ms later: if the first is dead or frozen, it finds the job, and both leave
--- the line. The rest do not listen for jobs. One that leaves the line wakes the next two, by a message to
--- each ('sleep' on its own channel). A worker that gets no job now, because of a quarantine, stands in no
--- line. No decision about a job depends on a place: two workers that both believe to be first cost a fetch.
+-- A worker that asks for it (before_sleep's option in_line) stands in the line by a row in queue.sleeper.
+-- Workers that run no jobs come before those that do, and then place decides. The first fetches at once when
+-- it is notified. The second, the deputy, fetches 80 ms later: if the first is dead or frozen, the deputy
+-- finds the job, and both leave the line. The rest do not listen for jobs. A worker that leaves the line
+-- wakes the next two, by a message to each ('sleep' on its own channel). A worker that gets no job now,
+-- because of a quarantine, stands in no line. No decision about a job depends on a place: if two workers both
+-- take themselves for the first, that costs a fetch.
 -- Two sessions: work/line.races.spec.
 
--- Joins the line, or keeps its place; returns how many are ahead, at most 60, and at most 1 in the first
--- 100 ms.
+-- Joins the line, or keeps its place. Returns how many workers are ahead: at most 60, and at most 1 in the
+-- first 100 ms.
 -- Locks: its own row; rows of sessions that have gone, by skip locked.
 -- Why no wake-up is lost: see _leave_line.
 create or replace function queue._join_line(p_worker bigint, p_queues text[], p_options jsonb)
@@ -22,7 +24,7 @@ declare
   v_ahead record;
 begin
   if current_setting('transaction_isolation') <> 'read committed' then
-    return 0;  -- it would not see who comes and goes
+    return 0;  -- an old snapshot would not show who comes and goes
   elsif exists (select from queue.worker w where w.id = p_worker and w.apart_since is not null) then
     perform queue._leave_line(p_worker, false);
     return 0;  -- it gets no job now (work/quarantine.sql), so it keeps nobody else asleep
@@ -39,7 +41,7 @@ begin
     on conflict on constraint sleeper_pkey do nothing
     returning s.place, s.is_busy, false as may_rest into v_own;
     if not found then
-      return 0;  -- somebody else deletes its row just now
+      return 0;  -- another session is deleting its row
     end if;
   end if;
   loop
@@ -55,7 +57,7 @@ begin
     where s.worker_id in (select d.worker_id from queue.sleeper d where d.worker_id = any (v_ahead.gone)
       for update skip locked);
     if not found then
-      v_own.may_rest := false;  -- somebody else deletes them
+      v_own.may_rest := false;  -- another session is deleting them
       exit;
     end if;
   end loop;

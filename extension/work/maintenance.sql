@@ -1,4 +1,4 @@
--- Maintenance by workers: heartbeat, and a fetch that finds nothing, run what is due, so that no worker needs
+-- Maintenance: workers do what is due in heartbeat and in a fetch that finds nothing, so that they need no
 -- tick.
 
 -- Locks: as _check_era; as reap; then the admission lock, waited for while nothing is held. It needs a
@@ -13,8 +13,8 @@ begin
   perform queue._check_isolation();
   perform queue._check_era();
   select r.reaped into reaped from queue._reap(interval '1 s') r;
-  -- the admission lock is not waited for while rows that reap has locked are held; its holder admits, and the
-  -- next tick does the rest
+  -- The admission lock is not waited for while this holds rows that reap has locked. If another session has
+  -- the lock, that session admits, and the next tick does the rest.
   if not queue._lock_admission(pg_current_xact_id_if_assigned() is null) then
     admitted := 0;
     pruned := 0;
@@ -41,7 +41,7 @@ create or replace function queue._maintain(p_budget interval)
 returns void language plpgsql volatile parallel unsafe security invoker {{planner_brin}} as $$
 begin
   if not queue._is_era(queue._era()) then
-    return;  -- the next fetch of a new session begins it, and may wait for the admission lock
+    return;  -- the next fetch of a new session begins the era; it may wait for the admission lock
   end if;
   perform from queue._reap(p_budget);
   if queue._lock_admission(false) then
@@ -158,8 +158,8 @@ begin
   perform queue._forget_claims_of_gone_workers();
 end $$;
 
--- When something is due that no commit announces: a schedule, a lease, a recurring run. now() if jobs are
--- already there and not admitted.
+-- When something is due that no commit announces: a schedule, a lease, a recurring run. now() if committed
+-- jobs are not admitted yet.
 create or replace function queue._next_due()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 declare
@@ -185,7 +185,7 @@ begin
     case when c.due_at > clock_timestamp() then clock_timestamp() end,  -- the clock was set back
     (select min(p.until) from queue.pause p where p.is_paused and p.until > clock_timestamp()
       and isfinite(p.until)),
-    -- work that only tick can do, and that may fail at once, is due after a moment, so that no caller spins
+    -- Work that only tick does, and that may fail at once, is due after a moment, so that no caller spins.
     (select greatest(e.at, clock_timestamp() + interval '10 ms') from queue.expiry e
      where (select aj.claim from queue.active_job aj where aj.id = e.id) is null order by e.at limit 1),
     (select greatest(x.at, clock_timestamp() + interval '10 ms') from queue._next_lease_end() x (at)

@@ -50,8 +50,8 @@ begin
     order by m.minute limit 5000));
 end $$;
 
--- Counts the ends of these jobs that are not counted yet, before they disappear. p_is_whole: their attempts
--- disappear too.
+-- Counts the ends of these jobs that are not counted yet, before their rows are removed. p_is_whole: their
+-- attempts are removed, too.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._count_ends_of(p_ids bigint[], p_is_whole boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -151,7 +151,7 @@ begin
     cross join lateral (
       select a.job_id, a.finished_at, a.outcome from queue.attempt a where a.job_id = u.id offset 0) a
     where p_is_whole and a.finished_at >= p_from),
-  -- many have the same of all these, so that few are left to be sorted
+  -- Many rows are alike in all of these columns. Counting them first leaves few rows to sort.
   alike as (
     select date_trunc('minute', e.finished_at, 'UTC') as minute, j.queue collate "C" as queue,
       j.task collate "C" as task, e.state, e.is_job,

@@ -1,9 +1,9 @@
--- Making jobs ready that wait for a slot, for a claim that would not come to them in their order.
+-- Makes jobs that wait for a slot ready before their turn, for a claim that passes over the jobs before them.
 -- Tests: admit/rates.sql, work/fetch.sql.
 
--- Moves jobs that wait for slots to queue.active_job, although others are ready before them: the caller
--- claims them. Returns their ids. Of each key and lane it moves the first ones, as far as their weights have
--- room together, and the sum of all that are ready is an integer.
+-- Moves jobs that wait for slots to queue.active_job, although others come before them: the caller claims
+-- them. Returns their ids. Of each key and lane it moves the first ones for whose weights together there is
+-- room. It also sees to it that the sum of the weights of all ready jobs stays an integer.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: the others stay in queue.waiting, where _refill finds them. The next admission
 -- refills keys of which this frees slots, or of which a heavy job is gone.
@@ -51,7 +51,7 @@ begin
   perform queue._set_next_starts(v_moved.rated);
   perform queue._free_reserved(v_moved.reserved_ids, v_moved.reserved_keys);
   if v_moved.heavy_keys || v_moved.reserved_keys is not null then
-    -- others waited for these
+    -- Other jobs waited for these.
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     values (v_moved.ids[1], 'refill', 0, to_jsonb(v_moved.heavy_keys || v_moved.reserved_keys));
   end if;

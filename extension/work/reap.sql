@@ -85,9 +85,9 @@ begin
   return next;
 end $$;
 
--- Marks workers as gone whose last heartbeat is too long ago, and notes for those that went before which
--- transactions may still create claims of theirs (waits_for). If all are silent at once, silence counts anew.
--- If the clock was set back, what was seen at a later time counts as seen now.
+-- Marks workers as gone whose last heartbeat is too long ago. Of those that went before, it notes which
+-- transactions may still create claims of theirs (waits_for). If all are silent at once, silence counts
+-- afresh. If the clock was set back, what was seen at a later time counts as seen now.
 -- Locks: rows of queue.worker by skip locked; as _restart_grace.
 create or replace function queue._mark_dead_workers(p_now timestamptz, p_up_since timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -98,7 +98,7 @@ begin
   if queue._are_all_silent(p_now, p_up_since) then
     perform queue._restart_grace(p_now);
   else
-    -- _up_since anew: one snapshot shows who was seen, and that silence counted anew before that
+    -- Calls _up_since again: one snapshot must show who was seen, and whether silence was restarted.
     update queue.worker w set gone_at = p_now
     where w.id = any (array(select w.id from queue.worker w where w.gone_at is null
       and greatest(w.last_seen_at, (select queue._up_since())) + w.dead_after < p_now
@@ -111,8 +111,8 @@ begin
                             and w.xmin <> pg_current_xact_id()::xid for update skip locked));
 end $$;
 
--- Ends the claims of gone workers until p_until, but at least 20; returns their number. A worker without
--- claims is clear; it is over once no more can appear.
+-- Ends the claims of gone workers until p_until, but at least 20; returns their number. A worker is clear if
+-- it has no claim left, and over if no claim of it can appear any more.
 -- Locks: rows of queue.worker by skip locked; each claim as _reap_claim; rows of queue.worker as before.
 create or replace function queue._reap_gone(p_until timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
@@ -182,8 +182,8 @@ begin
   end if;
 end $$;
 
--- Ends claims whose lease or timeout has passed until p_until, but at least 20 with those that the caller
--- has ended (p_reaped). Returns the number of both.
+-- Until p_until, ends claims whose lease or timeout has passed; but at least 20, together with the p_reaped
+-- that the caller has ended. Returns the number of both.
 -- Locks: for each claim as _renew_in_handler, _reap_claim.
 create or replace function queue._reap_leases(p_now timestamptz, p_until timestamptz, p_reaped integer)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
@@ -215,10 +215,10 @@ begin
   return v_reaped;
 end $$;
 
--- Ends claims whose worker was removed, unless they have a lease of their own, as crashed: how they ended is
--- unknown. A fetch leaves such a claim only if it was prepared (PREPARE TRANSACTION) and committed long
--- after; other causes are half a restore and a bug. Reads 5,000 rows of queue.active_job from the least id
--- on, and if there are more, as many from a random one.
+-- Ends as crashed the claims whose worker was removed, unless they have a lease of their own: how they ended
+-- is unknown. A fetch leaves such a claim only if it was prepared (PREPARE TRANSACTION) and committed long
+-- after; the other causes are an incomplete restore and a bug. It reads the first 5,000 rows of
+-- queue.active_job by id, and if there are more, as many from a random id on.
 -- Locks: as reap.
 create or replace function queue._reap_forgotten()
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
@@ -280,7 +280,7 @@ begin
   perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for update skip locked;
   if not found then
     if not exists (select from queue.active_job aj where aj.id = p_id and aj.claim = p_claim) then
-      -- two reapers may meet it, one of them with the admission lock: neither waits
+      -- Two reapers may meet this row, one of them with the admission lock: neither waits.
       delete from queue.lease l
       where l.ctid = any (array(select l.ctid from queue.lease l
         where l.id = p_id and l.claim = p_claim for update skip locked));

@@ -1,11 +1,11 @@
--- Rehearsing: a test's own transaction, which is rolled back, sees its jobs admitted, run and retried.
+-- Rehearsing: a test sees its jobs admitted, run and retried in its own transaction, which is rolled back.
 
 -- Admits the jobs that the caller's transaction has deferred, and settles the claims that it has ended, as
 -- admission would after its COMMIT. From now on its COMMIT is refused, because the next admission would do
 -- all of this a second time.
--- Locks: the admission lock, waited for and held until ROLLBACK, even while the client is waited for. It is
--- meant for databases of tests; therefore only the owner may call it. Why no wake-up is lost: other sessions
--- see nothing of this transaction.
+-- Locks: the admission lock, waited for and held until ROLLBACK, even while the client is waited for. So it
+-- is meant for databases of tests, and only the owner may call it.
+-- Why no wake-up is lost: other sessions see nothing of this transaction.
 -- Raises: QJ008.
 create or replace function queue.rehearse()
 returns integer language plpgsql volatile parallel unsafe security definer

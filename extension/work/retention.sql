@@ -1,11 +1,12 @@
 -- Retention: finished jobs are removed when their time has passed, unless an unfinished job needs them. A job
--- with steps may still await the jobs that it has deferred, so it keeps them until it has ended.
--- How long a job is kept: _retention (admit/retain.sql).
+-- with steps may still await the jobs that it has deferred, so these are kept until it has ended. _retention
+-- (admit/retain.sql) says how long a job is kept.
 
 -- Locks: the admission lock, waited for, so that no new job needs a removed one; rows of finished jobs by
--- skip locked. Others can't fetch meanwhile, so a call ends after a second, or 10,000 jobs. Jobs in a state
--- are looked for before the lock is taken, because there may be many that are needed. Without a state a
--- round without a job does not end it: it may have found only jobs whose retention was made longer since.
+-- skip locked. Others can't fetch meanwhile, so a call ends after a second, or 10,000 jobs. With a state, it
+-- looks for the jobs before it takes the lock, because many of them may be needed. Without a state, a round
+-- that removes nothing does not end the call: it may have found only jobs whose retention was made longer
+-- since.
 -- Raises: 22023, 42501 (for the audit, if the caller lacks the owner's rights), QJ008.
 create or replace function queue.prune(max_jobs integer default 10000, state text default null,
   older_than interval default null)
@@ -91,10 +92,10 @@ begin
     array(select a.id from asked a where a.is_needed)
   into v_ids, v_kept;
   if cardinality(v_kept) >= 1000 then
-    -- so many that reading them each time would cost too much
+    -- There are so many that reading them each time would cost too much.
     update queue.finished f set purge_at = v_now + interval '1 minute' where f.id = any (v_kept);
   end if;
-  -- a queue's retention may have been set since, or the time above stands in its place
+  -- A queue's retention may have been set since, or purge_at may have been put off above.
   with kept as (
     update queue.finished f set purge_at = f.finished_at + queue._retention(f.id)
     where f.id = any (v_ids) and (f.finished_at + queue._retention(f.id) <= v_now) is not true
@@ -129,10 +130,11 @@ begin
     or exists (select from queue.unadmitted offset 100);
 end $$;
 
--- Removes what is due, after one in 500 claims: a worker that is never idle makes only heartbeats otherwise,
--- and ends more jobs than these can remove. So for each job that starts, two may go. If there was little, the
--- session looks again after a minute, as a look may read all failed jobs. Many new jobs are left to fetches,
--- which claim as they admit (work/claim_slice.sql). An error is a warning, as in _maintain.
+-- Removes what is due, after one in 500 claims. A worker that is never idle runs no other maintenance than
+-- that of heartbeat, and ends more jobs than that can remove. So here up to two jobs go for each one that
+-- starts. If few went, the session looks again only after a minute, because a look may read all failed jobs.
+-- If there are many new jobs, it leaves them to fetches, which claim as they admit (work/claim_slice.sql). An
+-- error is a warning, as in _maintain.
 -- Locks: the admission lock by try; then as _prune. Why no wake-up is lost: it admits as a fetch does, so the
 -- next fetch finds what became ready, that of this worker at the latest.
 create or replace function queue._prune_in_pace()
@@ -144,7 +146,7 @@ declare
 begin
   if abs(v_epoch - coalesce(nullif(current_setting('pgdefer.pruned_at', true), '')::double precision, 0)) < 60
     or queue._has_many_new()
-    -- what this transaction has handed over may need an old job
+    -- A settlement that this transaction has handed over may need an old job.
     or exists (select from queue.pending_settlement h where h.xid = pg_current_xact_id_if_assigned())
     or not queue._lock_admission(false) then
     return;
@@ -211,7 +213,7 @@ declare
       and f.id <> all (array(select h.job_id from queue.unsettled h))
     for update skip locked);
 begin
-  -- a transaction that names one as a need may not have committed yet
+  -- A transaction that names one of them as a need may not have committed yet.
   insert into queue.deleted (id) select u.id from unnest(v_ids) u (id) where p_state = 'succeeded';
   perform queue._delete_rows(v_ids);
   return cardinality(v_ids);
@@ -234,10 +236,10 @@ begin
       and not exists (select from queue.finished f where f.id = p.id));
 end $$;
 
--- The time up to which retention may count. Every transaction that named a job as a need before that time
--- (_check_needs refuses it afterwards), or began a wait, has ended, and if it committed, that is visible, so
--- that _prune and _prune_events see it once everything visible is admitted. If no other transaction has an
--- xid, this is now; else the recorded time before the last one up to which every transaction has ended.
+-- The time up to which retention may count. Every transaction has ended that began a wait, or named a job as
+-- a need, before that time (_check_needs refuses the need afterwards). What these committed is visible, so
+-- _prune and _prune_events see it once everything visible is admitted. If no other transaction has an xid, it
+-- is now. Else it is the last recorded time before which every transaction has ended.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._safe_at()
 returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
@@ -302,8 +304,9 @@ begin
   delete from queue.log l where l.id = any (p_ids);
 end $$;
 
--- queue.deleted tells jobs whose transaction began before a need of theirs was deleted that the need had
--- succeeded. A row is removed once every such transaction has ended and its jobs have been admitted.
+-- queue.deleted keeps the ids of removed jobs that had succeeded, for jobs that need one of them and whose
+-- transaction began before the removal. A row is removed once every such transaction has ended and its jobs
+-- have been admitted.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._forget_deleted()
 returns void language plpgsql volatile parallel unsafe security invoker as $$

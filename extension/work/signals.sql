@@ -1,7 +1,7 @@
 -- Signals and events: what durable jobs wait for.
 --
--- Both functions only append, as defer does: they may be called from triggers, in any isolation level, and at
--- the same time as anything else. They take no lock except the sleep lock, shared and by try. Admission
+-- Both functions only append, as defer does, so they may be called from triggers, in any isolation level, and
+-- at the same time as anything else. They take no lock except the sleep lock, shared and by try. Admission
 -- applies the appended rows under the admission lock; admit/suspended.sql says why no wake-up is lost.
 -- Tests: work/waits.sql, work/signals.wait.spec, work/signals.timeout.spec.
 

@@ -1,10 +1,11 @@
--- Silence of all workers at once: it says nothing about any of them, so their time starts again.
+-- If all workers are silent at once, that says nothing about any of them, so their silence counts afresh.
 -- Tests: work/reap.sql, work/reap.silence.spec.
 
--- Whether no worker has been seen for the least dead_after, and 25 s. Then the server, its machine or a
--- pooler was paused, or the clock was set forward. Live workers must get their dead_after once more:
--- otherwise they would be declared dead, and their jobs run twice. But maybe all have died. So it is true
--- only once, until one of them is seen. It is also true if the clock was set back past p_up_since.
+-- Whether no worker has been seen for the least dead_after, and for 25 s. Then the cause may be the server
+-- (its machine was paused), what is before it (a pooler), or a clock that was set forward. So live workers
+-- must get their dead_after once more: otherwise they would be given up, and their jobs would run twice. But
+-- all may have died, too. So it is true only once, until one of them is seen again. It is also true if the
+-- clock was set back to before p_up_since.
 create or replace function queue._are_all_silent(p_now timestamptz, p_up_since timestamptz)
 returns boolean language plpgsql volatile parallel safe security invoker as $$
 begin
@@ -14,9 +15,10 @@ begin
     from queue.worker w where w.gone_at is null), false);
 end $$;
 
--- Lets silence count only from p_now on, except for workers that were silent while another one was seen: they
--- are gone. Returns false if another session does this now, or holds the row for something else. Then the
--- caller's worker must not be seen (heartbeat), because others do not know yet that silence starts again.
+-- Counts silence from p_now on only. Workers that were silent while another one was seen are marked as gone.
+-- Returns false if another session is doing this, or holds the row of queue.installation for something else.
+-- Then the caller's worker must not be marked as seen (heartbeat): the others would not know yet that silence
+-- counts afresh.
 -- Locks: the row of queue.installation, and rows of queue.worker, by skip locked. Two sessions:
 -- work/reap.silence.spec.
 create or replace function queue._restart_grace(p_now timestamptz)

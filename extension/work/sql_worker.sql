@@ -1,8 +1,8 @@
 -- Tasks in SQL: tasks that are database functions, and a worker in SQL alone.
 --
 -- register_task names the function (defer/tasks.sql). Only the owner may do so, because workers call it with
--- their own rights: run_function and work are security invoker. So everything in them is qualified, they have
--- no search_path of their own, and they call only public functions.
+-- their own rights: run_function and work are security invoker. For that reason they have no search_path of
+-- their own, qualify every name, and call only public functions.
 --
 -- A claim of work lives as long as the transaction of its handler: reap sees in pg_locks that the session
 -- which registered (info.session) is in one, although no heartbeat is visible before that ends.
@@ -71,8 +71,8 @@ begin
   if v_is_cancelled then
     raise exception using errcode := '57014', message := 'queue.work was cancelled',
       detail := pg_catalog.format('job: %s', v_id),
-      hint := 'Its job has failed as timed_out. Call it again, with a longer statement_timeout if that has'
-        ' passed.';
+      hint := 'Its job has failed as timed_out. Call queue.work again; if statement_timeout has passed, set a'
+        ' longer one.';
   end if;
 end $$;
 comment on procedure queue.work(text[], integer) is
@@ -84,8 +84,8 @@ comment on procedure queue.work(text[], integer) is
     ' function: if it has passed when the function returns, the attempt has timed out and the function''s'
     ' writes are undone.';
 
--- The statement that calls the function of a claim's task, with $1 for the args, and the args. NULL: the task
--- has no function, or no longer. late_at: when its timeout has passed.
+-- Returns the statement that calls the function of a claim's task, with $1 for the args, and the args. NULL:
+-- the task has no function, or no longer has one. late_at: when its timeout has passed.
 -- Raises: QJ001, QJ002.
 create or replace function queue.function_call(id bigint, claim bigint)
 returns table (statement text, args jsonb, timeout interval, late_at timestamptz)
@@ -153,7 +153,7 @@ begin
   begin
     execute v_call.statement into v_result using v_call.args;
     set constraints all immediate;
-    perform pg_catalog.set_config('role', v_role, true);  -- the function may have taken on one that may less
+    perform pg_catalog.set_config('role', v_role, true);  -- the function may have set a lesser role
     if pg_catalog.timestamptz_ge(pg_catalog.clock_timestamp(), v_call.late_at) then
       v_options := '{"outcome": "timed_out"}';
       raise exception using

@@ -95,7 +95,7 @@ begin
   perform queue._check_fail_options(v_options - '{retry,deadline,deadline_in,fingerprint}'::text[]);
 end $$;
 
--- When a step runs again after a failure, its p_failures-th; the first was at p_first. NULL: never.
+-- Returns when a step runs again after its p_failures-th failure; the first one was at p_first. NULL: never.
 create or replace function queue._next_try(p_options jsonb, p_failures integer, p_first timestamptz)
 returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
 declare

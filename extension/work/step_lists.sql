@@ -65,8 +65,8 @@ begin
   end if;
 end $$;
 
--- Finishes steps with the times of their order, except those that are finished already; returns the name of
--- the first of these.
+-- Finishes steps, with times in their order, except those that are finished already; returns the name of the
+-- first of these.
 -- Locks: the caller holds the claim's row of queue.active_job; the steps' rows, which only its holder writes.
 create or replace function queue._store_steps(p_id bigint, p_claim bigint, p_steps jsonb)
 returns text language plpgsql volatile parallel unsafe security invoker as $$

@@ -160,8 +160,8 @@ begin
   return p_name || case when p_no > 1 then '#' || p_no else '' end;
 end $$;
 
--- The use of a name that is meant in a run of a job: without a number (p_no) the first one that is not
--- finished or that this run has not reached yet. If it has no row, only its number is returned.
+-- The use that a name means in a run of a job. Without a number (p_no) it is the first use that is not
+-- finished or that this run has not reached yet. If that has no row, only its number is returned.
 create or replace function queue._step_in_run(p_id bigint, p_claim bigint, p_name text, p_no integer,
   out no integer, out run bigint, out finished_at timestamptz, out fingerprint text, out value jsonb)
 language plpgsql stable parallel safe security invoker as $$
@@ -177,9 +177,9 @@ begin
   end if;
 end $$;
 
--- The use of a name that a call ends which gives no number (p_no), and whether that is finished: the first
--- one if it has no row, because it was begun without one; else the first that was begun and has not finished;
--- else the next one. Of uses that run at once, any may end first.
+-- Which use of a name is ended by a call that gives no number (p_no), and whether that use is finished. If
+-- the first use has no row, because it was begun without one, it is that one; else the first that was begun
+-- and has not finished; else the next one. Of uses that run at once, any may end first.
 create or replace function queue._step_to_end(p_id bigint, p_claim bigint, p_name text, p_no integer,
   out no integer, out is_finished boolean)
 language plpgsql stable parallel safe security invoker as $$

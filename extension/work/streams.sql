@@ -62,9 +62,10 @@ begin
     order by x.no;
 end $$;
 comment on function queue.read_stream(bigint, text, bigint) is
-  'Returns the values that a job has emitted to a stream, in order, after a number: at most 1,000 values, and'
-    ' 1 MB as stored. Call it again with the last number. No rows means that there are no more yet, or none'
-    ' at all if the job has finished; queue.await_result tells which, and how to wait.';
+  'Returns the values that a job has emitted to a stream, in order, after a number: at most 1,000 values,'
+    ' and 1 MB as stored. Call it again with the last number. No rows means that there are no more values'
+    ' yet, or, if the job has finished, that none will come; queue.await_result tells which, and how to'
+    ' wait.';
 
 -- The names are found by the index, one after the other, so the cost does not depend on the number of values.
 -- Locks: none. Raises: QJ001.

@@ -1,17 +1,17 @@
 -- Unknown tasks: jobs whose worker does not know their task, as happens during a rolling deploy.
 --
--- The worker reports this (finish_many, outcome unknown_task), and the job goes back, with no attempt
+-- The worker reports such a job (finish_many, outcome unknown_task). The job then goes back, with no attempt
 -- counted, for a worker that knows the task. A worker does the same with args in a version that it does not
--- know (args ->> '__version__'). The delay keeps the other workers from claiming it again and again: 1 s,
+-- know (args ->> '__version__'). A delay keeps the other workers from claiming the job again and again: 1 s,
 -- 2 s, 4 s, 8 s, at most 10 s. If no worker knows the task for the grace period (queue.configure,
--- unknown_task_grace), the job fails. The attempts record all of this: those that ended so are released, with
--- the task in their details; any other end of an attempt shows that a worker has known it.
+-- unknown_task_grace), the job fails. The attempts record all of this: an attempt that ended in this way is
+-- released, with the task in its details; any other end of an attempt shows that a worker has known the task.
 --
 -- The first worker that asks gets the job, so a single new worker among many old ones gets it by chance. With
--- 11 workers the 63 offers of ten minutes miss it once in 400 cases.
+-- 11 workers, all 63 offers of ten minutes miss the new one in one case of 400.
 
--- When a job whose task a worker did not know at p_now goes to others; NULL: no worker has known it for the
--- grace period, so it fails. error: the text to record for this attempt.
+-- Returns when a job whose task a worker did not know at p_now goes to other workers. NULL: no worker has
+-- known the task for the grace period, so the job fails. error: the text to record for this attempt.
 create or replace function queue._unknown_task(p_id bigint, p_task text, p_worker bigint, p_now timestamptz,
   out at timestamptz, out error text)
 language plpgsql stable parallel safe security invoker as $$
@@ -36,9 +36,9 @@ begin
   error := format('worker %s does not know the task %s', v_worker, v_task);
 end $$;
 
--- Since when, in how many successive claims, and by which workers, a job's task was not known. If it was
--- known, times is 0.
--- Locks: none; the caller has the job's row, so that there is no other end of an attempt meanwhile.
+-- Since when, in how many successive claims, and by which workers a job's task was not known. times is 0 if
+-- the last claim's worker knew it.
+-- Locks: none; the caller has the job's row, so no other attempt of the job ends meanwhile.
 create or replace function queue._unknown_since(p_id bigint, out since timestamptz, out times integer,
   out workers text)
 language plpgsql stable parallel safe security invoker as $$

@@ -28,9 +28,9 @@ end $$;
 comment on function queue.sleep(bigint, bigint, text, timestamptz) is
   'Ends the claim. The job continues with a new claim at the given time, or at once if that has passed. It'
     ' holds no slot and no worker meanwhile; at an ordered lock it keeps its turn. In its next run the step'
-    ' of this name is finished; its value is the time at which the sleep ended: that one, or the time of the'
-    ' call if that is later, unless queue.retry, queue.reschedule or a replacement (on_conflict) has changed'
-    ' it. A sleep counts neither as a failure nor as progress.';
+    ' of this name is finished. Its value is the time at which the sleep ended: the given time or that of'
+    ' the call, whichever is later, unless queue.retry, queue.reschedule or a replacement (on_conflict) has'
+    ' changed it. A sleep counts neither as a failure nor as progress.';
 
 -- Locks: see the top. Raises: 22023, QJ001, QJ002, QJ003 (the step is finished), QJ008.
 create or replace function queue.wait(id bigint, claim bigint, name text, signal text default null,
@@ -83,9 +83,9 @@ comment on function queue.await_jobs(bigint, bigint, text, bigint[]) is
   'Ends the claim. The job continues with a new claim once all these jobs have ended, whether or not they'
     ' succeeded; queue.needs returns their states, results and errors. In its next run the step of this name'
     ' is finished. A job that no longer exists counts as ended, if a finished step has its id in a list. The'
-    ' jobs count as needs (for deadlines, retention, queue.graph), but their failure does'
-    ' not hold the job. The job holds no slot and no worker meanwhile, so they may run in the same queue; at'
-    ' an ordered lock it keeps its turn. So a job that waits behind it for its lock is refused (QJ005).';
+    ' jobs count as needs (for deadlines, retention, queue.graph), but their failure does not hold the job.'
+    ' The job holds no slot and no worker meanwhile, so they may run in the same queue. At an ordered lock'
+    ' it keeps its turn, so it can''t await a job that waits behind it for that lock (QJ005).';
 
 -- Locks: none. Raises: QJ001.
 create or replace function queue.waits_for(id bigint)
@@ -104,8 +104,8 @@ begin
     from queue.suspended w where w.job_id = waits_for.id;
 end $$;
 comment on function queue.waits_for(bigint) is
-  'Returns the signal (queue.signal) or the event (queue.publish) that a durable job waits for, the step that'
-    ' waits, and the end of its timeout; no row if it waits for neither.';
+  'Returns the signal (queue.signal) or the event (queue.publish) that a durable job waits for, the step'
+    ' that waits, and when its timeout ends; no row if it waits for neither.';
 
 -- Ends a claim, and writes the step after which the job continues: finished with a value, or unfinished if
 -- the outcome says is_open. Returns the number of the step's use; NULL if the job has ended instead (it was

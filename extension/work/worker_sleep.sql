@@ -1,16 +1,18 @@
 -- Sleeping and waking: producers send a NOTIFY only while a worker sleeps.
 --
 -- The sleep lock and the sleepers' lock are advisory (sleep_lock and sleeper_lock in extension/macros). defer
--- takes the sleep lock shared, by try, until its transaction ends.
--- If it gets the lock, no worker sleeps on it now, and none can before this transaction ends, so none needs
--- waking. If it does not, a sleeper holds the lock exclusively, and defer sends a NOTIFY.
--- A worker about to sleep tries to take the lock exclusively, in its listening session (the lead sleeper). If
--- that fails, there are two cases. Another worker is the lead sleeper: then every producer notifies, all
--- listeners receive it, and this worker may sleep too; it holds the sleepers' lock shared to show this. Or
--- producers that will not notify are in flight: then it polls, from 2 ms doubling to 1 s, until they have
--- ended. When the lead sleeper becomes busy, it releases the sleep lock and wakes the others, one of which
--- takes it. A worker in the line of sleepers (work/line.sql) that is behind two others holds neither of the
--- two. A session that takes these locks in bad faith costs others notifications or polling, never a job.
+-- takes the sleep lock shared, by try, until its transaction ends. If it gets the lock, no worker sleeps on
+-- it now, and none can before this transaction ends, so none needs waking. If it does not, a sleeper holds
+-- the lock exclusively, and defer sends a NOTIFY.
+--
+-- A worker about to sleep tries to take the sleep lock exclusively, in its listening session; if it gets it,
+-- it is the lead sleeper. If it does not, there are two cases. Another worker is the lead sleeper: then every
+-- producer notifies, all listeners receive it, and this worker may sleep too; it holds the sleepers' lock
+-- shared to show this. Or producers that will not notify are in flight: then it polls, from 2 ms doubling to
+-- 1 s, until they have ended. When the lead sleeper becomes busy, it releases the sleep lock and wakes the
+-- others, and one of them takes the lock. A worker in the line of sleepers (work/line.sql) that is behind two
+-- others holds neither lock. A session that takes these locks in bad faith costs others notifications or
+-- polling, never a job.
 
 -- Locks: the sleep lock or the sleepers' lock by try, kept until after_sleep or the session's end; those of
 -- _join_line. A frozen lead sleeper makes producers notify, which all other listeners hear.
@@ -53,16 +55,17 @@ begin
     v_state := case when v_state = 'rest' then '' else v_state end;
     if v_ahead > 1 then
       channels := channels[2:];
-      -- the third finds what both before it have missed; of those further back a hundred would look too often
+      -- The third finds what both before it have missed. Those further back look less often: there may be
+      -- many.
       v_wait := case v_ahead when 2 then '2 s' else greatest(interval '10 s', v_ahead * interval '0.5 s') end;
       perform queue._leave_sleep_lock(v_state);
       v_state := 'rest';
     elsif v_ahead = 1 then
-      v_wait := interval '1 s';  -- in which it notices that the first has died, asleep or awake
+      v_wait := interval '1 s';  -- within this it notices that the first has died, asleep or awake
       look_after := interval '80 ms';
     end if;
     if v_state = 'listener' and pg_try_advisory_lock_shared({{sleep_lock}}) then
-      -- the lead sleeper has gone
+      -- The lead sleeper has left.
       perform pg_advisory_unlock_shared({{sleep_lock}}), pg_advisory_unlock_shared({{sleeper_lock}});
       v_state := '';
     end if;
@@ -85,7 +88,7 @@ begin
   if v_due is not null and v_ahead < 2 then
     v_wait := least(v_wait, greatest(v_due - clock_timestamp() + look_after, interval '0'));
   end if;
-  -- not claims on their way to another session of the worker
+  -- Skips claims that are just being delivered to another session of the worker.
   perform from queue.undelivered u where u.worker_id = before_sleep.worker limit 1 for update skip locked;
   if found then
     wait_for := interval '0';
@@ -97,14 +100,14 @@ begin
   return next;
 end $$;
 comment on function queue.before_sleep(bigint, text[], jsonb) is
-  'Returns whether a worker may sleep; call it in the session that listens. Then LISTEN on the channels,'
-    ' fetch once more, and wait for a notification for at most wait_for. may_sleep false: notifications may'
-    ' not arrive; just fetch again after wait_for. is_drained: no job of these queues is ready, due or still'
-    ' to be admitted, so none starts until somebody commits, ends, resumes or retries something, or a time'
-    ' comes; options: tasks and deadline_within, as in fetch, for ready jobs; in_line: of the workers that'
-    ' serve the same queues, only the first two are notified of jobs; busy: the worker runs jobs, so it'
-    ' stands behind workers that do not. look_after: how long to wait after a notification on pgdefer,'
-    ' because another worker, which is likely to take the job, heard it too.';
+  'Tells whether a worker may sleep. Call it in the session that listens. If may_sleep is true: LISTEN on'
+    ' the channels, fetch once more, then wait for a notification for at most wait_for. If it is false,'
+    ' notifications may not arrive: just fetch again after wait_for. is_drained: no job of these queues is'
+    ' ready, due or still to be admitted, so none starts until somebody commits, ends, resumes or retries'
+    ' something, or a time comes. options: tasks and deadline_within, as in fetch, for ready jobs; in_line:'
+    ' of the workers that serve the same queues, only the first two are notified of jobs; busy: it runs'
+    ' jobs, so it stands behind workers that do not. look_after: how long to wait after a notification on'
+    ' pgdefer, because another worker, which is likely to take the job, heard it too.';
 
 -- Locks: releases those that before_sleep took in this session; those of _leave_line.
 create or replace function queue.after_sleep(worker bigint)
@@ -125,7 +128,7 @@ comment on function queue.after_sleep(bigint) is
   'Call it in the session that listens when a worker that slept is busy again. It releases the sleep'
     ' lock, so that producers need not notify, and wakes another sleeper instead.';
 
--- Releases the lock of a session in this state, and wakes the others if it was the lead sleeper's.
+-- Releases the lock of a session in this state. If that was the lead sleeper, it wakes the others.
 create or replace function queue._leave_sleep_lock(p_state text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -143,8 +146,8 @@ end $$;
 
 -- Whether there is a lead sleeper, which then knows of this listener.
 -- Locks: the sleepers' lock, shared and by try, kept if so.
--- Why none is forgotten: a lead sleeper that leaves releases the sleep lock, and looks at the sleepers' lock
--- afterwards; this function takes the latter, and looks at the former afterwards. So one of them sees the
+-- Why none is forgotten: a lead sleeper that leaves releases the sleep lock, and then looks at the sleepers'
+-- lock. This function takes the sleepers' lock, and then looks at the sleep lock. So one of them sees the
 -- other.
 create or replace function queue._joins_lead_sleeper()
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
@@ -158,7 +161,7 @@ begin
   return true;
 end $$;
 
--- Whether jobs of these queues and tasks wait for the rate of a key: the first one of each lane has the time
+-- Whether jobs of these queues and tasks wait for the rate of a key. The first job of each lane has the time
 -- of its start.
 create or replace function queue._has_shut_rate(p_queues text[], p_tasks text[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
@@ -174,7 +177,8 @@ begin
         where w.key = r.key and w.lane = r.lane and left(w.reason, 4) = 'slot' and w.task = any (p_tasks))));
 end $$;
 
--- Checks the options of before_sleep, before that takes a lock: those of a session outlive a refusal.
+-- Checks the options of before_sleep. This comes before it takes a lock, because a refusal would not release
+-- a lock of the session.
 -- Raises: 22023.
 create or replace function queue._check_sleep_options(p_options jsonb)
 returns void language plpgsql stable parallel unsafe security invoker as $$

@@ -1,6 +1,6 @@
--- Workers: a worker lives as long as it calls heartbeat, and its claims with it. When it does not, reap ends
--- them (work/reap.sql). heartbeat also tells it which claims to abort; who asks for that: _notify_abort
--- (base/notify.sql).
+-- Workers: a worker and its claims live as long as it calls heartbeat; when it no longer does, reap ends the
+-- claims (work/reap.sql). heartbeat also tells a worker which claims to abort; _notify_abort
+-- (base/notify.sql) asks for that.
 
 -- Locks: as _check_era, if a new era is due; as _restart_grace, if all workers were silent. Raises: 22023.
 create or replace function queue.register_worker(name text, queues text[] default null,
@@ -109,10 +109,10 @@ begin
       and a.state = 'active' and a.wait_event_type is distinct from 'Client');
 end $$;
 comment on function queue.is_busy(integer) is
-  'Returns whether a session of the calling role (by its pg_backend_pid) is still at work on a call, or'
-    ' waits. A worker that has given up a call asks this before it calls again. Otherwise, while no'
-    ' synchronous standby answers, each new call would leave another waiting session, until max_connections'
-    ' is reached.';
+  'Returns whether a session of the calling role (its number is pg_backend_pid) still works on a call, or'
+    ' waits in one. A worker that has given up a call asks this before it calls again. Otherwise sessions'
+    ' could use up max_connections: while no synchronous standby answers, each commit waits, however long'
+    ' its client has been gone.';
 
 -- Locks: the worker's row; the claims' rows of queue.active_job, all before the admission lock, which is then
 -- taken by try.
@@ -174,7 +174,7 @@ begin
   end if;
   perform queue._check_versions(p_info ->> 'client');
   perform queue._check_era();
-  -- queue.work comes each few seconds: before the others, perhaps, where all were silent
+  -- queue.work registers every few seconds. After a silence of all workers it may be the first to come back.
   if p_info ? 'session' and queue._are_all_silent(clock_timestamp(), queue._up_since()) then
     perform queue._restart_grace(clock_timestamp());
   end if;
