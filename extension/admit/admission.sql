@@ -54,12 +54,12 @@ begin
     perform queue._restart_cursor();
     return;
   end if;
-  -- a slow read met many rows that are not visible yet: let the cursor pass them
+  -- A slow read met many rows that are not visible yet: let the cursor pass them.
   v_move := v_new.has_pending or v_new.ranges <> '{}' or clock_timestamp() - v_start > interval '2 ms';
   if v_new.has_pending then
     v_taken := queue._take_settlements(v_new.next_xid, v_new.ended_xids, v_new.upto, v_new.own);
     v_ended := queue._settle_all_slots(v_taken.ids, v_taken.kinds, v_taken.flags, v_taken.payloads, p_singly);
-    -- a yield may need a job that is admitted below
+    -- A yield may need a job that is admitted below.
     v_new.high_need_id := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
     admitted := 1;
   end if;
@@ -81,7 +81,7 @@ begin
     from queue._admit_backlog(p_slice, v_high_id, v_new.high_need_id, v_new.has_task_pause or p_singly) b;
     v_move := true;
   end if;
-  -- all at once, so that jobs of one lock come in the order of ids; before turns are passed on
+  -- All at once, so that jobs of one lock come in the order of ids; and before turns are passed on.
   if v_gated is not null then
     v_parked := v_parked || queue._admit_all_gated(v_gated, p_singly);
   end if;
@@ -109,17 +109,17 @@ begin
   has_more := has_more or v_has_backlog;
 end $$;
 
--- As _admit, but a job that fails at the gates stops no other, and no claim does whose end can't be settled;
--- an error elsewhere is raised again. fetch does without: it would cost a savepoint each time, and
--- heartbeats come soon (work/maintenance.sql).
+-- As _admit, but a job that fails at the gates stops no other job, nor does a claim whose end can't be
+-- settled. An error elsewhere is raised again. fetch does not use this: it would cost a savepoint each time,
+-- and heartbeats, which do, come soon (work/maintenance.sql).
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit_or_singly(p_slice integer, out admitted integer, out has_more boolean)
 language plpgsql volatile parallel unsafe security invoker as $$
 begin
   select a.admitted, a.has_more into admitted, has_more from queue._admit(p_slice) a;
 exception when {{fault}} then
-  raise warning 'pgdefer: admission failed, and begins anew job by job: % (%)', sqlerrm, sqlstate;
-  -- jobs that must be tried again are more, but not at once
+  raise warning 'pgdefer: admission failed, and starts again job by job: % (%)', sqlerrm, sqlstate;
+  -- If jobs must be tried again, there is more, but not at once.
   select a.admitted, a.has_more and a.admitted > 0 into admitted, has_more
   from queue._admit(p_slice, p_singly => true) a;
 end $$;
@@ -196,7 +196,8 @@ begin
 end $$;
 
 -- Admits a slice of the most urgent parts of the backlog, with parked jobs that may come in. gated, parked:
--- as _admit_range; is_read: all of it has been read; retags: lanes are left whose jobs need new tags.
+-- as _admit_range. is_read: all of the backlog has been read. retags: some lanes have jobs that need new
+-- tags.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit_backlog(
   p_slice integer, p_high_id bigint, p_high_need_id bigint, p_has_task_pause boolean,
@@ -228,7 +229,8 @@ begin
 end $$;
 
 -- Moves jobs whose time has come. Returns the new due mark: no waiting job lies before it.
--- Why no wake-up is lost: one by one, the keys are handed over, and the next admission advances each.
+-- Why no wake-up is lost: the keys go to _advance; with p_singly they are handed over, and the next admission
+-- advances each.
 create or replace function queue._admit_due(p_due_at timestamptz, p_slice integer, p_singly boolean)
 returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -247,7 +249,7 @@ begin
     where w.ctid = any (array(select d.tid from due d where not d.is_mark))
     returning w.id),
   opened as (
-    -- the rates of their keys let more start (_set_next_starts)
+    -- The rates of their keys allow more starts (_set_next_starts).
     update queue.waiting w set at = null
     where w.ctid = any (array(select d.tid from due d where d.is_mark))
     returning w.key)
@@ -256,7 +258,7 @@ begin
   into v_ids, v_keys, v_at, v_n;
   if p_singly then
     perform queue._advance_singly(v_ids);
-    -- the next admission settles each key alone, if it must
+    -- The next admission settles each key alone, if it must.
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     select distinct 0, 'refill', 0, to_jsonb(array[k]) from unnest(v_keys) k;
   else
@@ -287,7 +289,7 @@ begin
 end $$;
 
 -- Admits jobs and runs schedules that are due by p_now. p_due_at: none is due before it; mark: the same from
--- now on; p_next_due, p_next_run: the first of each.
+-- now on; p_next_due, p_next_run: when the first job, and the first schedule, is due.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit_all_due(
   p_now timestamptz, p_due_at timestamptz, p_next_due timestamptz, p_next_run timestamptz, p_slice integer,
@@ -298,7 +300,7 @@ begin
   has_more := false;
   mark := p_now;
   if p_due_at > p_now then
-    -- the clock was set back
+    -- The clock was set back.
     has_more := true;
     mark := '-infinity';
     return;

@@ -65,9 +65,9 @@ begin
 end $$;
 
 -- Removes the most urgent band from the backlog, the oldest of equally urgent ones, and returns it: rows of
--- the log from (from_xid, from_id), which has been read already, to (to_xid, to_id), with priorities from
--- bottom to top. upto NULL: there is none. must_park: older jobs of a lock may be left behind or parked, so
--- jobs with an ordered lock must be parked too (_admit_range).
+-- the log after (from_xid, from_id), up to (to_xid, to_id), with priorities from bottom to top. upto NULL:
+-- there is none. must_park: older jobs of a lock may be left behind or parked, so jobs with an ordered lock
+-- must be parked, too (_admit_range).
 -- Locks: the caller holds the admission lock.
 create or replace function queue._next_backlog_part(
   out from_xid xid8, out from_id bigint, out to_xid xid8, out to_id bigint, out upto pg_snapshot,
@@ -93,8 +93,8 @@ begin
 end $$;
 
 -- Whether the backlog may stay in the log for now: all of it is scanned, and of the kind that _claim_slice
--- claims; nothing waits for its end; and only one worker is alive. If there are several, many ready jobs keep
--- them from waiting for each other.
+-- claims; nothing waits for its end; and only one worker is alive. With several workers, it is better if many
+-- jobs are ready, because the workers then do not wait for each other.
 create or replace function queue._may_backlog_wait()
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin

@@ -1,8 +1,8 @@
 -- The cursor: how far the log has been read, and the due mark, before which nothing is due.
 -- Tests: admit/admission.sql, admit/admission.two.spec, recur/schedules.sql.
 
--- Records that everything visible in p_upto has been read, except the transaction p_own.
--- An update that changes the key is read newest first, like a new row.
+-- Records that everything visible in p_upto has been read, except the transaction p_own. The update changes
+-- the key, because then the current row is read first, like a new row.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._move_cursor(
   p_tick bigint, p_upto pg_snapshot, p_own xid8, p_high_id bigint, p_has_backlog boolean,
@@ -27,8 +27,8 @@ begin
     where p_own < pg_snapshot_xmax(p_upto) order by 1);
 end $$;
 
--- Whether the log may contain rows that have not been admitted: reads only its end, for callers that need
--- nothing else of _admit.
+-- Whether the log may contain rows that have not been admitted. It reads only the end of the log, for callers
+-- that need nothing else of _admit.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._has_news()
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$

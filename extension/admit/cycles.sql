@@ -1,4 +1,4 @@
--- Cycles that the needs of a yield would close, also by way of a lock.
+-- Cycles that the needs of a yield would close, also through a lock.
 -- Tests: admit/cycles.sql, admit/cycles.two_yields.spec, admit/cycles.lock.spec.
 
 -- Raises: QJ005 if one of p_needs needs p_id.
@@ -22,9 +22,9 @@ begin
   end if;
 end $$;
 
--- A job keeps its place in its lock while it waits. So neither it nor a job that needs it may wait for a
--- younger ordered job of its lock, nor for a job that needs one.
--- Raises: QJ005 if p_needs would have it so.
+-- A job keeps its place in its lock while it waits. So neither this job nor a job that needs it may wait for
+-- a younger ordered job of its lock, or for a job that needs such a one.
+-- Raises: QJ005 if they would by p_needs.
 create or replace function queue._refuse_blocked_need(p_id bigint, p_needs bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -64,11 +64,11 @@ begin
   return v_low;
 end $$;
 
--- A job below p_needs (one of them, or needed by one) that waits in an ordered lock behind p_id or behind a
--- job that needs p_id: the holder. NULL if there is none. A mutex job waits for no place, and slots are free
--- meanwhile. Under any, a need does not hold its job up, but an awaited job does. The holder is an older
--- member of that lock. So if there is none, the walk over those who need p_id, who may be many, does not
--- begin.
+-- For a job below p_needs (one of them, or needed by one) that waits in an ordered lock behind p_id or behind
+-- a job that needs p_id: the holder. NULL if there is none. A mutex job waits for no place, and slots are
+-- free meanwhile. Under any, a need does not hold its job up, but an awaited job does. The holder is an older
+-- member of that lock. So if there is no older member, it does not walk over the jobs that need p_id, which
+-- may be many.
 -- p_jobs, p_more, p_awaits: additional needs that are not written yet, as _pending_yields returns them.
 create or replace function queue._blocked_need(p_id bigint, p_needs bigint[], p_jobs bigint[],
   p_more bigint[], p_awaits boolean[], out id bigint, out holder bigint, out lock text)

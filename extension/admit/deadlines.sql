@@ -51,7 +51,7 @@ begin
   if v_lanes is not null then
     perform queue._lower_marks(v_lanes, v_low_deadlines, v_low_ids);
   end if;
-  -- || '' keeps the planner from an index whose condition is on reason
+  -- || '' keeps the planner from an index whose condition is on reason.
   with moved as (
     update queue.waiting w
     set deadline = case when w.deadline < '{{end_of_tags}}' then w.deadline
@@ -84,9 +84,9 @@ begin
     where f.id is null);
 end $$;
 
--- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline by that. It goes from
--- all jobs to all their needs at once, so that a job passes on only the earliest of many deadlines, and again
--- only an earlier one. rest: those that it has come to after 20 rounds and 50 ms. p_takes: as for
+-- The jobs that unfinished jobs need, directly or not, and that get an earlier deadline from them. It goes
+-- from all jobs to all their needs at once, so that a job passes on only the earliest of many deadlines, and
+-- later only an earlier one. rest: those that it has come to after 20 rounds and 50 ms. p_takes: as for
 -- _propagate_deadline.
 create or replace function queue._earlier_deadlines(p_ids bigint[], p_takes boolean, out ids bigint[],
   out deadlines timestamptz[], out rest bigint[])

@@ -1,11 +1,11 @@
 -- Leaving the gates: takes jobs out of the places where they wait, and ends those that no claim holds.
 -- Tests: operate/change.sql, operate/delete.sql.
 
--- Takes an unfinished job that does not run out of its place, with its slot and ready counts, but not out of
--- its lock. place: where it was (ready, or a reason of queue.waiting, turn, again, or log: it is not admitted
--- yet and stays there, so that only queue.job_override can change it); NULL if it runs, is finished, another
--- transaction holds its row, or the end of its claim is not settled yet. keys: semaphores in which that left
--- room, for _advance.
+-- Takes an unfinished job that does not run out of the place where it waits or is ready. Its slot and ready
+-- counts go with it; it stays in its lock. place: where it was (ready, or a reason of queue.waiting, turn,
+-- again, or log: it is not admitted yet and stays there, so that only queue.job_override can change it). NULL
+-- if it runs, is finished, another transaction holds its row, or the end of its claim is not settled yet.
+-- keys: semaphores that have room now, for _advance.
 -- Locks: the caller holds the admission lock; the row of queue.active_job by skip locked.
 create or replace function queue._dequeue(p_id bigint, out place text, out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -37,7 +37,7 @@ begin
   if found then
     if v_waiting.reason = 'slot' then
       perform queue._count_unwaiting(v_waiting.key, v_waiting.lane);
-      -- if it was the first, the next one may fit where its weight did not, or wait for the key's rate
+      -- If it was the first, the next one may fit where it did not, or must wait for the key's rate.
       keys := case when v_waiting.lane is not null and num_nonnulls(v_waiting.at, v_waiting.weight) > 0
         then array[v_waiting.key] end || v_waiting.reserved;
       perform queue._free_reserved(array[p_id], v_waiting.reserved);
@@ -46,7 +46,7 @@ begin
     place := v_waiting.reason;
     return;
   end if;
-  -- a job that _advance has handed over is in no gate, and holds nothing
+  -- A job that _advance has handed over is in no gate, and holds nothing.
   delete from queue.pending_settlement h
   where h.xid = any (array(select u.xid from queue.unsettled u where u.job_id = p_id)) and h.job_id = p_id
     and h.kind = 'again' and h.flags = 0 and h.payload is null;
@@ -78,7 +78,7 @@ begin
   end loop;
 end $$;
 
--- Whether no transaction is replacing a job now; if so, none can before this transaction ends.
+-- Whether no transaction is replacing a job now. If so, none can before this transaction ends.
 -- Locks: the caller holds the admission lock; the row of its queueing lock by skip locked.
 create or replace function queue._try_lock_queueing_lock(p_id bigint)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
@@ -93,12 +93,12 @@ begin
   return found or not exists (select from queue.queueing_lock k where k.key = v_key and k.job_id = p_id);
 end $$;
 
--- The transaction whose end must come before a row of queue.active_job can be read: the one that has locked
--- it, according to the row's xmax, if that is in progress; else this one. Used as the xid of a pending
--- settlement, it lets the first admission after that end read the settlement, and none before. xmax may
--- also be the number of a savepoint, or of a multixact, if the row was locked before a savepoint and deleted
--- in it. Neither is a transaction's number, so every admission reads the settlement. Multixacts are numbered
--- separately, so a number may be both a multixact and a transaction. Waiting for that transaction could be
+-- The transaction that must end before a row of queue.active_job can be read. It is the one that has locked
+-- the row, according to xmax, if that is in progress; else this one. Used as the xid of a pending settlement,
+-- it lets the first admission after that end read the settlement, and none before. xmax may also be the
+-- number of a savepoint, or of a multixact, if the row was locked before a savepoint and deleted in it.
+-- Neither is a transaction's number, so every admission reads the settlement. Multixacts are numbered
+-- separately, so a number may be both a multixact and a transaction. To wait for that transaction could be
 -- wrong, so it is not waited for while any member of the multixact is in progress.
 create or replace function queue._row_locker(p_xmax xid)
 returns xid8 language plpgsql volatile parallel unsafe security invoker as $$
@@ -113,7 +113,7 @@ begin
     where d.datname = current_database()) then
     if exists (
       select from pg_get_multixact_members(p_xmax) m
-      -- a member has only the low 32 bits of its number
+      -- A member has only the low 32 bits of its number.
       where pg_xact_status((v_own::text::bigint + age(v_own::xid) - age(m.xid))::text::xid8) = 'in progress')
     then
       return v_own;
@@ -122,8 +122,8 @@ begin
   return v_until;
 end $$;
 
--- Puts jobs that were taken out into their final state. _advance tells their locks and dependents, by
--- p_ended.
+-- Puts jobs that were taken out into their final state. The caller passes them to _advance as p_ended, so
+-- that their locks and dependents learn of it.
 -- Locks: the caller holds the admission lock and the jobs' rows of queue.queueing_lock.
 create or replace function queue._finish_unclaimed(p_ids bigint[], p_state text, p_reason text, p_error text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -150,9 +150,9 @@ begin
 end $$;
 
 -- Cleans up after jobs that have finished: leases, aborts, queueing locks, retention.
--- Locks: rows of queue.abort by skip locked; the jobs' rows of queue.queueing_lock, which the caller holds
--- unless the jobs ran: then only a call that is about to be refused has one, as no job starts that is being
--- replaced.
+-- Locks: rows of queue.abort by skip locked; the jobs' rows of queue.queueing_lock. The caller holds the
+-- latter, unless the jobs ran. Then only a call that is about to be refused may hold one, because no job
+-- starts that is being replaced.
 create or replace function queue._clean_up(p_ids bigint[], p_flags smallint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -163,7 +163,7 @@ begin
     delete from queue.lease l where l.id = any (p_ids);
   end if;
   if v_all & {{aborting}} <> 0 then
-    -- heartbeat deletes a row that it has locked
+    -- heartbeat deletes a row that it has locked.
     delete from queue.abort a
     where a.ctid = any (array(select a.ctid from queue.abort a
       where a.id = any (p_ids) for update skip locked));

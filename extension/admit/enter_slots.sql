@@ -2,10 +2,10 @@
 -- Tests: admit/slots.sql, admit/enter_slots.sql, admit/shares.slots.sql.
 
 -- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
--- p_from, p_places, p_moves: they were the first that waited for these keys, in that order (_refill), and
--- have changed lines so often. grown: keys whose limit has grown, or for which a job waits that would fit;
--- passed: keys for which a job waits that may come before a ready one; discarded: jobs in no gate that would
--- have to wait, and must be discarded instead (on_limit).
+-- p_from, p_places, p_moves: the key whose line each job headed, its place there (_refill), and how often it
+-- has changed lines. grown: keys whose limit has grown, or for which a job waits that would fit. passed: keys
+-- for which a job waits that may come before a ready one. discarded: jobs in no gate that would have to wait,
+-- and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_from text[] default null,
   p_places timestamptz[] default null, p_moves smallint[] default null, out discarded bigint[],
@@ -40,7 +40,7 @@ begin
     return;
   end if;
   if p_from is not null or (select min(d) < 'infinity' from unnest(v_entries.deadlines) d) then
-    -- in the order in which they waited for their keys, or of their deadlines
+    -- They come in the order in which they waited for their keys, or of their deadlines.
     select array_agg(x.id) as ids, array_agg(x.lane) as lanes, array_agg(x.deadline) as deadlines,
       array_agg(x.flags) as flags, array_agg(x.attempt) as attempts, array_agg(p_from[x.n]) as keys,
       array_agg(x.place) as places, array_agg(p_moves[x.n]) as moves
@@ -64,15 +64,15 @@ begin
 end $$;
 
 -- Like _enter_slots, for jobs whose places are known (_queue_entries). A key's line, here: the jobs of a lane
--- that wait for it, in their order. p_is_refill: they need not queue up behind the jobs that wait. But a job
+-- that wait for it, in their order. p_is_refill: the jobs need not queue up behind those that wait. But a job
 -- from another key's line does so if the first job in this key's line comes before it, by deadline and id;
 -- where shares take turns, by id. So a heavy job that has become the first is passed only by jobs that come
 -- before it, and not for ever by jobs that wait for another key.
 --
 -- Why this ends: suppose that no claim ends, and that some jobs change lines for ever. Reserved slots of a
 -- key become free only if a job arrives, leaves the line of a later key, or gives them back there, once each
--- time (admit/reserve.sql). So room for the last key only shrinks, and jobs leave its line only a limited
--- number of times. So room for the key before it grows only a limited number of times, and so on.
+-- time (admit/reserve.sql). So room for the last key only shrinks, and jobs leave its line only so often.
+-- Hence room for the key before it grows only so often, and so on.
 -- Look at the time after that, and of these jobs at the first one by that order, m. Room only shrinks, so a
 -- job that goes to a line because it does not fit, or because a heavy one does not (_heavy_waiting), stays in
 -- it. So m goes to a line because the first job there, h, comes before it, and h changes lines no more. There
@@ -87,8 +87,8 @@ end $$;
 -- p_by_turns: shares take turns at slots for which no job waits yet, and the jobs that get them count as
 -- turns in the line that begins.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
--- With a function of its own for the loop, 50 jobs with a key take 0.1 % more instructions.
--- In one piece: the loop shares its arrays, so that function would take 11 arguments and return 9.
+-- In one piece, because the loop shares its arrays: a function for it would take 11 arguments and return 9,
+-- and 50 jobs with a key would take 0.1 % more instructions.
 create or replace function queue._take_slots(
   p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[],
   p_is_refill boolean, p_from text[] default null, p_places timestamptz[] default null,
@@ -158,7 +158,7 @@ begin
     array_agg(queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
       order by u.n) as rate_room,
     bool_or(s.rate_limit is not null) as have_rates,
-    -- the newest job of a key, 0 if that is not known
+    -- The newest job of a key, 0 if that is not known.
     array_agg(s.limit_id order by u.n) as newest,
     array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
     array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting,
@@ -243,7 +243,7 @@ begin
         passed := array_remove(passed, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
       end if;
       if v_fits then
-        -- those that wait are too heavy, or this job comes before them
+        -- The jobs that wait are too heavy, or this job comes before them.
         grown := array_remove(grown, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
       end if;
       v_waiting[v_shut] := v_waiting[v_shut] + 1;
@@ -263,7 +263,7 @@ begin
           v_reserved[v_pair] := v_reserved[v_pair] + v_keys.weights[v_first];
           v_reserved_ids := v_reserved_ids || p_ids[v_n];
           v_reserved_keys := v_reserved_keys || v_keys.keys[v_pair];
-          -- in all lanes
+          -- In all lanes.
           v_counts.free := array(select u.free
               - case when u.key = v_keys.keys[v_pair] then v_keys.weights[v_first] else 0 end
             from unnest(v_counts.free, v_keys.keys) with ordinality u (free, key, n) order by u.n);
@@ -280,7 +280,7 @@ begin
   from unnest(v_pass) n having count(*) > 0;
   if v_wait <> '{}' then
     if p_by_turns then
-      -- those that have got slots where a line begins
+      -- The jobs that have got slots where a line begins.
       select array_agg(k.n), array_agg(v_keys.keys[k.pair]) into v_had, v_had_keys
       from unnest(v_keys.ns, v_keys.pairs) k (n, pair)
       where v_counts.waiting[k.pair] = 0 and v_waiting[k.pair] > 0

@@ -1,7 +1,7 @@
 -- The gates, in their order: held, needs, signals, schedule, a paused task, the lock's turn, slots. Each gate
 -- checks a job once, and has its own place for waiting jobs. Everything here runs under the admission lock.
 --
--- A gate that opens for one job may open another one: the next job of a lock may be discarded at a full key,
+-- A gate that opens for one job may open another gate: the next job of a lock may be discarded at a full key,
 -- and so pass its turn on at once. So no gate calls another. Each returns the jobs that it releases, and
 -- _advance, the only function that calls them all, continues until none is left.
 -- Tests: admit/admission.sql, admit/backlog.sql.
@@ -125,9 +125,9 @@ begin
   end loop;
 end $$;
 
--- Parks new jobs: those with an ordered lock until all backlog has been read, as it may contain older jobs of
--- the lock; others until one of the next admissions takes them (_unpark), for which weight is their priority
--- with the other sign.
+-- Parks new jobs. Those with an ordered lock stay until all backlog has been read, as it may contain older
+-- jobs of the lock. Others stay until one of the next admissions takes them (_unpark); for that, weight is
+-- their priority with the other sign.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: while a job is parked, the cursor says
 -- that there is a backlog, so workers do not sleep, and each admission looks here.
 create or replace function queue._park(p_ids bigint[])
@@ -208,8 +208,8 @@ begin
 end $$;
 
 -- Sends jobs that are in no gate to the first gate that is closed for them. p_met: jobs that have passed the
--- gate of needs. passed: jobs for which all gates were open, so that only slots are left; failed: jobs that
--- wait because one of their needs has failed.
+-- gate of needs. passed: jobs for which all gates but slots were open. failed: jobs that wait because one of
+-- their needs has failed.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._pass_gates(p_ids bigint[], p_met bigint[], out passed bigint[],
   out failed bigint[])

@@ -7,10 +7,10 @@
 --
 -- A settlement of kind group (job_id: the group's number, negative) makes an admission decide what follows:
 -- close_group appends one, and so does the count of the last unfinished job or the first failed one.
--- Why no callback is lost, or comes too early: that settlement is read like the log, so an admission that
--- reads it has read all jobs that were committed before it, or has left them in the backlog, and then it is
--- appended again. When a group was closed, admission first looks which transactions may still add jobs (see
--- defer/group_option.sql), and appends one settlement for each, which is read when that transaction has
+-- Why no callback is lost, or comes too early: that settlement is read like the log. So an admission that
+-- reads it has read all jobs that were committed before it, or has left some in the backlog; then it appends
+-- the settlement again. When a group was closed, admission first looks which transactions may still add jobs
+-- (see defer/group_option.sql). It appends one settlement for each, which is read when that transaction has
 -- ended, and one for itself. Once none of them is left, no other job can join.
 -- Why a callback is deferred once: its job's id is stored in the group's state, by the same transaction.
 -- Two sessions: admit/groups.*.spec.
@@ -39,7 +39,7 @@ begin
   end loop;
 end $$;
 
--- Counts jobs as they are now: those that have ended, or run again.
+-- Counts jobs as they are now: some have ended, others run again.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._count_in_groups(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -96,8 +96,8 @@ begin
   end if;
 end $$;
 
--- Decides what follows in these groups: closes them, ends them, and defers their callbacks. All groups in one
--- statement, because thousands may be closed at once, or wait for one backlog.
+-- Decides what follows in these groups: closes them, ends them, and defers their callbacks. It does so for
+-- all groups in one statement, because thousands may be closed at once, or wait for one backlog.
 -- Locks: the caller holds the admission lock; it waits for nobody. Why no wake-up is lost: see the top.
 create or replace function queue._settle_groups(p_nos bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -121,7 +121,8 @@ begin
     cross join lateral (select g.no from queue.job_group g where g.no = u.no offset 0) g
     cross join lateral (
       select s.* from queue.group_state s where s.group_no = g.no order by s.tick desc limit 1) s),
-  -- Not those that have ended: a settlement of one that the cursor has passed would never be read.
+  -- Transactions that have ended are left out: the cursor may have passed them, and no admission would read
+  -- the settlement.
   adding as materialized (select a.xid from queue._adding_transactions() a
     where not pg_visible_in_snapshot(a.xid, pg_current_snapshot())),
   again as (
@@ -140,8 +141,8 @@ begin
 end $$;
 
 -- Other transactions that may have added jobs to groups and have not released their locks. Some may have
--- ended: a commit makes its jobs visible first, and releases the locks last. pg_locks has the low 32 bits of
--- their numbers, and those of their savepoints, which are greater.
+-- ended, because a commit makes its jobs visible before it releases the locks. pg_locks has the low 32 bits
+-- of their numbers, and those of their savepoints, which are greater.
 create or replace function queue._adding_transactions()
 returns table (xid xid8) language plpgsql volatile parallel unsafe security invoker rows 5 as $$
 declare

@@ -1,10 +1,10 @@
--- Joining locks, and giving the turn to an older member that came late.
+-- Jobs join locks, and an older member that came late gets the turn.
 -- Tests: admit/locks.sql, admit/locks.dead_rows.sql, admit/locks.late_defer.spec.
 
 -- Adds new jobs to their locks. In a lock that had no member, the first gets the turn. While any task is
 -- paused, a member counts as passed only once it has been at that gate; _wait_for_turn then notes it. free:
--- new jobs that nothing here holds up, because they have the turn or need none. passed, displaced and keys:
--- other jobs that this releases, as returned by _give_turn_to_older.
+-- new jobs that nothing here holds up, because they have the turn or need none. passed, displaced, keys: what
+-- this releases besides, as _give_turn_to_older returns it.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._join_locks(
   p_ids bigint[], out free bigint[], out passed bigint[], out displaced bigint[], out keys text[])
@@ -13,7 +13,8 @@ declare
   v_changes record;
 begin
   with joining as materialized (
-    -- the others of a lock are looked for once, beside its first new job: all its dead rows may be in the way
+    -- The last of the other members is looked for once per lock, beside its first new job: all dead rows of
+    -- the lock may be in the way.
     select x.lock, x.id, x.is_mutex, x.is_passed, x.n,
       first_value(o.id) over (partition by x.lock order by x.id) as last_id,
       first_value(o.is_mixed) over (partition by x.lock order by x.id) as is_mixed
@@ -44,7 +45,7 @@ begin
   into v_changes
   from joining x;
   if v_changes.mixed is not null then
-    -- from now on has_turn is valid
+    -- From now on has_turn is valid.
     update queue.lock_member m set has_turn = true
     where m.ctid = any (array(
       select h.ctid from unnest(v_changes.mixed) u (lock)
@@ -68,12 +69,12 @@ begin
   end if;
 end $$;
 
--- If a member that came late, or a mutex member, is older than the one that has the turn, and that one does
--- not run, the turn goes to the first. Otherwise the older job would wait for the younger, which may itself
+-- Gives the turn to a member that came late, or to a mutex member, if it is older than the member that has
+-- the turn, and that one does not run. Otherwise the older job would wait for the younger, which may itself
 -- wait for the older.
--- passed: jobs that have the turn now, and that nothing else holds up; joined: those of them that are in
--- p_joining, jobs in no gate yet; displaced: jobs that had the turn, and are now in no gate; keys: semaphores
--- in which that left room.
+-- passed: jobs that have the turn now, and that nothing else holds up. joined: those of them that are in
+-- p_joining, jobs in no gate yet. displaced: jobs that had the turn, and are now in no gate. keys: semaphores
+-- that have room now.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. If another transaction
 -- holds the row of a job, the job is starting, or comes back (_readmit) when that ends.
 -- Why no wake-up is lost: some member always has the turn, except in a mixed lock while its first member is a
@@ -102,8 +103,8 @@ begin
       from queue.lock_member m
       where m.lock = u.lock and m.is_mutex
       order by m.id limit 1) x on true
-    -- the one that has the turn, unless that is even older: without mutex members it is the next one, read
-    -- without passing dead rows
+    -- The member that has the turn, unless it is even older. Without mutex members it is the next one, read
+    -- without passing dead rows.
     cross join lateral (
       (select m.id, m.has_turn from queue.lock_member m where x.id is null and m.lock = u.lock and m.id > l.id
         and not m.is_late order by m.id limit 1)

@@ -2,9 +2,10 @@
 -- Tests: admit/admission.sql, work/fetch.sql.
 
 -- Computes the place of jobs in queue.active_job: lane, order key, flags and attempts so far, in the order of
--- ids. Creates missing lanes. all_flags: the flags that any of them has; is_low: one lies below its lane's
--- low mark; has_tags: one goes to a lane with tags, where the deadline is not its place (admit/shares.sql).
--- The flag mutex stands for the semaphore 'm' || lock, which ordered jobs of a mixed lock use too.
+-- ids. Creates missing lanes. all_flags: the flags that any of the jobs has. is_low: one of them lies below
+-- its lane's low mark. has_tags: one of them goes to a lane with tags, where the deadline is not its place
+-- (admit/shares.sql). The flag mutex stands for the semaphore 'm' || lock, which ordered jobs of a mixed lock
+-- use, too.
 -- offset 0 keeps the planner from repeating a look-up at each use of its result.
 create or replace function queue._queue_entries(
   p_ids bigint[], out ids bigint[], out lanes integer[], out deadlines timestamptz[], out flags smallint[],
@@ -17,7 +18,7 @@ declare
   v_kinds smallint[];
   v_high_need_id bigint := coalesce(pg_sequence_last_value('queue.needed_seq'), 0);
   v_is_complete boolean;
-  v_begins boolean[];  -- it has a share, and its lanes have no tags yet
+  v_begins boolean[];  -- the job has a share, and its lanes have no tags yet
 begin
   for v_pass in 1 .. 2 loop
     select array_agg(x.id), array_agg(x.deadline), array_agg(x.flags), array_agg(x.attempts),
@@ -110,7 +111,7 @@ begin
     where aj.lane is null and (select j.queue from queue.job_now j where j.id = aj.id) = p_queue;
 end $$;
 
--- Inserts jobs with their places into queue.active_job and lowers low marks; p_is_low: some of them need
+-- Inserts jobs with their places into queue.active_job and lowers low marks. p_is_low: some of the jobs need
 -- that. p_has_tags: has_tags of _queue_entries; NULL: not known.
 create or replace function queue._make_ready(
   p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[],

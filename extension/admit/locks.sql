@@ -6,16 +6,17 @@
 -- nothing. Two searches have no id to start after, and read all dead rows of a lock: _join_locks looks for
 -- the last member, once in each admission that finds the lock empty; _next_mixed looks for the first one of a
 -- mixed lock at each end.
--- A job is late if it joins when a member with a greater id exists (its transaction committed late, it is
--- retried, or the other took the lock on a retry). It comes before the members that wait, and takes the turn
--- of a younger one unless that one runs (_give_turn_to_older). is_late keeps it findable until it has had its
--- turn.
--- mutex: a member that never waits for its turn. It takes the semaphore 'm' || lock (admit/slots.sql), and so
--- do ordered jobs of a mixed lock, which is a lock with mutex members. An ordered job waits for every older
+-- A job is late if it joins when a member with a greater id exists: its transaction committed late, it is
+-- retried, or the other took the lock on a retry. It comes before the members that wait, and takes the turn
+-- of a younger one unless that one runs (_give_turn_to_older). is_late lets searches find it until it has had
+-- its turn.
+-- mutex: a member that never waits for its turn. It takes the semaphore 'm' || lock (admit/slots.sql). So do
+-- ordered jobs of a mixed lock, which is a lock with mutex members. An ordered job waits for every older
 -- member, so in a mixed lock only the first of all members can have the turn.
--- A subquery with limit 1 finds out whether a lock is mixed: an EXISTS may be planned as a hash of all mutex
--- members of all locks.
+-- A subquery with limit 1 finds out whether a lock is mixed, because an EXISTS may be planned as a hash of
+-- all mutex members of all locks.
 -- In a mixed lock has_turn says which ordered job has the turn. In other locks it is written only if the
+-- job's place does not show it: a job in queue.active_job has the turn.
 -- job's place does not show it: a job in queue.active_job has the turn.
 
 -- Takes jobs that only their lock holds up. Returns those that have the turn, and marks the others as passed.
@@ -51,8 +52,8 @@ begin
   where m.ctid = any (queue._members(p_ids)) and not m.is_mutex and (not m.has_turn or m.is_late);
 end $$;
 
--- Removes ended jobs from their locks and gives the turn to the next. p_had_turn: they had it. Returns the
--- jobs that have the turn now, and that nothing else holds up.
+-- Removes ended jobs from their locks and gives the turn to the next. p_had_turn: the ended jobs had it.
+-- Returns the jobs that have the turn now, and that nothing else holds up.
 -- Locks: the caller holds the admission lock. Other members may have ended at the same time: these are in
 -- queue.finished, and are skipped.
 -- Why no wake-up is lost: each caller passes the returned jobs to _advance, which sends them on.
@@ -68,7 +69,8 @@ begin
   with gone as (
     delete from queue.lock_member m where m.ctid = any (queue._members(p_ids))
     returning m.lock, m.id, m.is_mutex, m.has_turn),
-  -- offset 0 and the conditions inside: look for the next of a lock once, from the one that had the turn
+  -- offset 0 and the conditions inside: this looks for the next of a lock once, from the one that had the
+  -- turn.
   turned as materialized (
     select g.lock, g.id, x.is_mixed
     from gone g
@@ -136,7 +138,7 @@ begin
   return v_pass;
 end $$;
 
--- The ctids of jobs' rows in queue.lock_member: with these the planner can read the rows only in one way.
+-- The ctids of jobs' rows in queue.lock_member. With these the planner can read the rows only in one way.
 -- Locks: none; the caller holds the admission lock, so that the rows do not move meanwhile.
 create or replace function queue._members(p_ids bigint[])
 returns tid[] language plpgsql stable parallel safe security invoker as $$
@@ -172,7 +174,7 @@ begin
     select 'a lock that runs two jobs'::text, min(aj.id), j.lock
     from queue.active_job aj join queue.job_now j on j.id = aj.id
     where aj.claim is not null and j.lock is not null group by j.lock having count(*) > 1;
-  -- no job may have the turn of a mixed lock while its first member is a mutex job
+  -- No job may have the turn of a mixed lock while its first member is a mutex job.
   return query
     select case when x.turns > 1 then 'a lock with more than one job at its turn'
       else 'a free lock with a job that waits for its turn' end,

@@ -1,4 +1,4 @@
--- Reading the log: the new rows. How far it has been read: admit/cursor.sql.
+-- Reading new rows of the log. admit/cursor.sql records how far it has been read.
 -- Tests: admit/admission.sql, admit/admission.two.spec.
 
 -- Admits at most p_slice jobs of a range of the log, with priorities from p_bottom to p_top if given. The

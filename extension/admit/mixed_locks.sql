@@ -4,8 +4,8 @@
 -- The ordered job that had the turn when its lock became mixed may be ready, running or waiting for another
 -- slot without having used the semaphore. Before a mutex job can become ready, that job must go through the
 -- semaphore, or be counted.
--- asked: ordered jobs that were taken out for that; keys: semaphores in which that left room; postponed:
--- mutex jobs that must come back later, because another transaction holds the row of the ordered one.
+-- asked: ordered jobs that were taken out for that. keys: semaphores that have room now. postponed: mutex
+-- jobs that must come back later, because another transaction holds the row of the ordered job.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._ask_for_slots(p_ids bigint[], p_flags smallint[], out asked bigint[],
   out keys text[], out postponed bigint[])

@@ -4,12 +4,12 @@
 -- _needs_changed checks the jobs that need it. Everything here runs under the admission lock. A session that
 -- ends a claim need not hold that; _mark_needed explains why no end is missed.
 --
--- Counting all needs of a job whenever one of them ends would be quadratic. So queue.waiting names one need
+-- To count all needs of a job whenever one of them ends would be quadratic. So queue.waiting names one need
 -- that holds the job (need_id): a pending one, or under upstream_failed a failed one. While that need does
 -- not change, the ends of others change nothing, unless they decide alone: a failed need under all and block,
--- a satisfied or deleted one under any. When it changes, the next one below it is sought, so a job's needs
--- are read about twice, whatever the order in which they end. need_id is only a hint: a job passes only after
--- a check of all its needs.
+-- a satisfied or deleted one under any. When it changes, the next one below it is looked for. So a job's
+-- needs are read about twice, whatever the order in which they end. need_id is only a hint: a job passes only
+-- after a check of all its needs.
 
 -- Writes the needs of new jobs, and the jobs that a fork has awaited (_copy). A need may have been deleted
 -- before its dependent's transaction committed.
@@ -43,8 +43,8 @@ begin
   end if;
 end $$;
 
--- passed: the jobs whose needs are met; the others wait. failed: those of the waiting ones with a failed
--- need.
+-- Lets jobs wait for their needs. passed: the jobs whose needs are met; the others wait. failed: the waiting
+-- ones with a failed need.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._wait_for_needs(p_ids bigint[], out passed bigint[], out failed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -58,11 +58,11 @@ begin
   into passed, failed from state s;
 end $$;
 
--- The state of jobs has changed: checks the jobs that need them. met: jobs that no longer wait, and are in no
--- gate now; changed: jobs that fail because of this, or that may succeed again, so that their own dependents
--- must be checked. A job that has passed but not started goes back to wait if one of its needs is pending
--- again or has failed: a succeeded job may be retried while its needs have failed. keys: semaphores in which
--- that left room.
+-- Checks the jobs that need jobs whose state has changed. met: jobs that no longer wait, and are in no gate
+-- now. changed: jobs that fail because of this, or that may succeed again, so that their own dependents must
+-- be checked. A job that has passed but not started goes back to wait if one of its needs is pending again or
+-- has failed: a succeeded job may be retried while its needs have failed. keys: semaphores that have room
+-- now.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 -- Invariant: only the state decides, so checking once too often does no harm.
 create or replace function queue._needs_changed(p_ids bigint[], out met bigint[], out changed bigint[],
@@ -133,9 +133,9 @@ begin
   from found f;
 end $$;
 
--- Jobs whose need was the greatest that held them, and holds them no longer: the next one below does, under
--- any the next pending one. Returns the jobs without one, and those whose next one has failed: their needs
--- must be counted.
+-- Finds the next need for jobs whose need was the greatest that held them, and holds them no longer: the next
+-- one below, under any the next pending one. Returns the jobs without one, and those whose next one has
+-- failed: their needs must be counted.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._find_next_need(p_ids bigint[], p_needs bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -267,7 +267,7 @@ begin
 end $$;
 
 -- Jobs that have passed the gate of needs, but would not pass it now, go back to wait unless they run.
--- failed: jobs that fail because of that; keys: semaphores in which that left room.
+-- failed: jobs that fail because of that. keys: semaphores that have room now.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._return_to_needs(p_ids bigint[], out failed bigint[], out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -285,7 +285,7 @@ begin
       insert into queue.waiting (id, reason, need_id) values (v_job.id, v_job.reason, v_job.holder);
       failed := failed || array(select v_job.id where v_job.reason = 'upstream_failed');
     elsif exists (select from queue.active_job aj where aj.id = v_job.id and aj.claim is null) then
-      -- a claim has locked its row, and may be rolled back
+      -- A claim has locked its row, and may be rolled back.
       insert into queue.pending_settlement (xid, job_id, kind, flags)
       select queue._row_locker(aj.xmax),
         coalesce(v_job.holder, (select d.need_id from queue.need d where d.job_id = v_job.id limit 1)),

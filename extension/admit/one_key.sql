@@ -1,8 +1,8 @@
--- The common case of a limit, in few statements: all ended claims of a batch have the same one key.
+-- A limit's common case, in few statements: all ended claims of a batch have the same one key.
 -- Tests: admit/one_key.sql.
 
--- The one key that all of these jobs have, without a weight or a rate, and nothing else that counts: NULL if
--- that is not so.
+-- The one key that all of these jobs have, if it has no weight and no rate and nothing else of them counts;
+-- else NULL.
 create or replace function queue._only_key(p_ids bigint[], p_flags smallint[])
 returns text language plpgsql stable parallel safe security invoker as $$
 begin
@@ -14,15 +14,15 @@ begin
     cross join lateral (select j.keys, j.options from queue.job j where j.id = u.id offset 0) j);
 end $$;
 
--- p_n claims of jobs with one key have ended (_only_key). Gives their slots to the jobs that wait for them,
--- as _release_slots and _refill do together, if the key has no rate, its jobs that are ready or wait are in
--- one lane without shares, and none of them has reserved slots. is_done: whether it did; if not, nothing has
--- changed.
+-- p_n claims of jobs with one key have ended (_only_key). This gives their slots to the jobs that wait for
+-- them, as _release_slots and _refill do together, if the key has no rate, its jobs that are ready or wait
+-- are in one lane without shares, and none of them has reserved slots. is_done: whether it did; if not,
+-- nothing has changed.
 -- With p_max_jobs, it also claims the jobs that the next fetch of p_worker would claim from p_queues (names;
 -- NULL: all), if they are simple: the first ready ones, or if none is ready, those that get the slots. The
--- semaphore is then changed once, and the latter save an update and their entry in the index of lanes. ids:
--- these jobs, NULL for none. first_claim: as for _claim_newcomer. flags: all of theirs together; the caller
--- records their timeouts.
+-- semaphore is then changed once, and jobs that get the slots save an update and their entry in the index of
+-- lanes. ids: the claimed jobs, NULL for none. first_claim: as for _claim_newcomer. flags: the flags that any
+-- of them has; the caller records their timeouts.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 -- Why no wake-up is lost: as many jobs become ready as _refill would take, or are claimed.
 -- In one piece (ADR 1): it is most of what a job with a key costs.
@@ -34,7 +34,7 @@ declare
   v_count record;
   v_room integer;
   v_next record;  -- the jobs that get the slots
-  v_deadline timestamptz;  -- of the first of these
+  v_deadline timestamptz;  -- of the first one
   v_id bigint;
   v_ready record;
   v_tids tid[];  -- the ready jobs that are claimed
@@ -69,7 +69,7 @@ begin
       select w.ctid as tid, w.id, w.deadline as old_deadline, coalesce(s.deadline, w.deadline) as deadline,
         w.attempt, num_nonnulls(w.weight, w.at, w.moves) > 0 or w.deadline < '{{end_of_tags}}'
           as is_special,
-        -- may have changed since
+        -- These may have changed since the job began to wait.
         (w.flags | case when s.id is not null then {{overridden}} else 0 end
           | case when w.id <= v_count.high_need_id and (select d.job_id from queue.need d
               where d.need_id = w.id limit 1) is not null then {{needed}} else 0 end)::smallint as flags
@@ -149,10 +149,10 @@ begin
   is_done := true;
 end $$;
 
--- Whether the next fetch of a worker would claim from this lane: it is one of p_queues (NULL: all), not
--- paused, its jobs have not crashed before, and its queue has no limit; the worker is free; and there is no
--- ready job in other lanes of these queues that comes first (a crashed one, or one of no lesser priority),
--- nor any at all unless p_is_enough. Without p_has_ready the lane itself must have none either.
+-- Whether the next fetch of a worker would claim from this lane. The lane is one of p_queues (NULL: all) and
+-- not paused, its jobs have not crashed before, and its queue has no limit. The worker is free. Other lanes
+-- of these queues have no ready job that comes first (a crashed one, or one of no lesser priority), and no
+-- ready job at all unless p_is_enough. Without p_has_ready the lane itself must have no ready job either.
 create or replace function queue._is_next_lane(p_worker bigint, p_queues text[], p_lane integer,
   p_has_ready boolean, p_is_enough boolean)
 returns boolean language plpgsql stable parallel safe security invoker as $$
@@ -179,8 +179,8 @@ begin
 end $$;
 
 -- Locks the first p_n ready jobs of a lane, if they have p_key alone and nothing that their claim must look
--- at, and come before the job (p_deadline, p_id), which is about to become ready (NULL: none): else tids and
--- ids are NULL. flags: all of theirs together.
+-- at, and if they come before the job (p_deadline, p_id), which is about to become ready (NULL: none).
+-- Otherwise tids and ids are NULL. flags: the flags that any of them has.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._lock_ready(
   p_lane integer, p_key text, p_n integer, p_deadline timestamptz, p_id bigint,

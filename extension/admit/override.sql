@@ -14,7 +14,7 @@ declare
   v_taken record := queue._dequeue(p_id);
 begin
   if v_taken.place is null then
-    -- while its claim is being ended its row of queue.job_override must not be waited for
+    -- While its claim is being ended, its row of queue.job_override must not be waited for.
     perform from queue.active_job aj where aj.id = p_id for update skip locked;
     if not found and exists (select from queue.active_job aj where aj.id = p_id) then
       return false;
@@ -49,8 +49,8 @@ begin
   return true;
 end $$;
 
--- The steps in which jobs sleep now. A sleep is over once its time has come, or a later claim of its job has
--- begun: then a run has seen its value.
+-- The steps in which jobs sleep now. A sleep is over once its time has come, or once a later claim of its job
+-- has begun: then a run has seen its value.
 -- Locks: none.
 create or replace function queue._sleeping_steps(p_ids bigint[])
 returns table (step_row tid, name text, no integer) language plpgsql stable parallel safe security invoker
@@ -73,10 +73,10 @@ begin
   where s.ctid = any (array(select n.step_row from queue._sleeping_steps(p_ids) n));
 end $$;
 
--- Puts a replacement's args, priority and time into the job that holds the key; if that sleeps, it does so
--- until then. While another transaction holds the job's row, which is an operation that waits for the
--- admission lock, the replacement is handed over again; the mark keeps the job from starting until then.
--- A later replacement makes it void, also while it waits: the key's row names the last one (replacing).
+-- Puts a replacement's args, priority and time into the job that holds the key. If that job sleeps, it now
+-- sleeps until this time. If another transaction holds the job's row (an operation that waits for the
+-- admission lock), the replacement is handed over again; the mark keeps the job from starting until then. A
+-- later replacement makes it void, also while it waits: the key's row names the last one (replacing).
 -- Locks: the caller holds the admission lock; the job's row of queue.active_job by skip locked; the key's row
 -- by skip locked: while another replacement holds it, that one clears the mark. Two sessions:
 -- defer/queueing_locks.replace_fetch.spec, defer/queueing_locks.replace_late.spec.
@@ -97,8 +97,8 @@ begin
   end if;
 end $$;
 
--- A retry changes a job's lock (empty: to none): the job passes its turn on, joins the other lock, in the
--- mode that it was deferred with, and goes through the gates again.
+-- Changes a job's lock as a retry demands (empty: to none). The job passes its turn on, joins the other lock,
+-- in the mode that it was deferred with, and goes through the gates again.
 -- Locks: the caller holds the admission lock; the job is not running, and no other transaction can see its
 -- row of queue.active_job yet.
 create or replace function queue._change_lock(p_id bigint, p_lock text)

@@ -1,5 +1,5 @@
--- The common case of locks, in one statement: the next jobs have nothing else that counts.
--- Tests: admit/pass_turns.sql; compared with the general way, in tests/py/races/test_fast_paths.py. Two
+-- The common case of locks, in one statement: nothing but their turn counts for the next jobs.
+-- Tests: admit/pass_turns.sql; compared with the general way, in tests/py/races/test_short_ways.py. Two
 -- sessions: admit/locks.late_defer.spec.
 
 -- Claims of jobs with ordered locks have ended. Removes the jobs from their locks and makes the next ones
@@ -9,7 +9,7 @@
 -- it looks at nothing if there may be jobs that are not admitted yet (_has_news).
 -- Locks: the caller holds the admission lock, so that the rows do not move meanwhile.
 -- Why no wake-up is lost: in each lock the first member that has not ended becomes ready.
--- One statement, because to set statements up is most of what they cost (ADR 1).
+-- One statement, because set-up is most of what a statement costs (ADR 1).
 create or replace function queue._pass_turns_on(p_ids bigint[], p_unless_news boolean default false)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -18,7 +18,7 @@ declare
 begin
   with next as materialized (
     select g.tid, n.id, n.deadline, n.flags, n.queue, n.priority,
-      -- a job without its row has got another lock since
+      -- If the job has no row, it has got another lock since.
       (g.tid is not null and (n.id is null or n.is_simple)
         and (select m.id from queue.lock_member m where m.lock = j.lock and m.is_mutex limit 1) is null
         and (select m.id from queue.lock_member m where m.lock = j.lock and m.is_late limit 1) is null)
@@ -57,7 +57,7 @@ begin
     left join lateral (
       select l.lane, l.extra_flags, l.is_idle, l.low_deadline, l.low_id, l.tag_base
       from queue.lane l
-      -- a queue with a limit has no such lane
+      -- A queue with a limit has no such lane.
       where l.queue = a.queue and l.priority = a.priority and l.kind = {{lane_plain}} limit 1) l on true),
   gone as (
     delete from queue.lock_member m

@@ -1,4 +1,5 @@
--- A queue's own limits: how many of its jobs run at once, and how many start in an interval.
+-- A queue's own limits: how many of its jobs run at once (max_running), and how many start in an interval
+-- (rate).
 -- Two sessions: admit/queue_limits.recount.spec.
 
 -- Turns the lanes of a queue with limits into limited ones, and counts its running jobs for max_running.
@@ -37,9 +38,9 @@ begin
   end if;
 end $$;
 
--- Counts the running jobs for max_running again after a limit was set: once that is committed, and once every
--- transaction has ended that may have seen the old lanes, or after a minute. It does not count each time,
--- because counting reads everything that is ready in the queue.
+-- Counts the running jobs for max_running again after a limit was set. It does so once the new limit is
+-- committed, and every transaction has ended that may have seen the old lanes; or after a minute. It does not
+-- count each time, because counting reads everything that is ready in the queue.
 -- Locks: the caller holds the admission lock, as does a session that sets limits until its transaction ends;
 -- rows of queue.active_job by skip locked.
 create or replace function queue._recount_limited()
@@ -105,7 +106,7 @@ begin
 end $$;
 
 -- Records starts of a queue's jobs: in its rate, at p_now, and in its max_running. Returns the jobs that
--- count in the latter.
+-- count in its max_running.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._count_starts(p_queue text, p_ids bigint[], p_now timestamptz)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$

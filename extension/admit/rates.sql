@@ -1,7 +1,7 @@
--- Rates: no window contains more starts of a key than its rate allows. Starts are numbered: k more jobs may
--- start if the start that is limit places before the k-th of them lies outside the window. A job of weight w
--- counts as w starts. Starts at one time have two rows in queue.rate_start, the first and the last of them,
--- however many they are, so that a heavy job costs no more than another. A key's first letter is its kind, as
+-- Rates: no window contains more starts of a key than its rate allows. Starts are numbered, and a job of
+-- weight w counts as w starts. k more jobs may start if the start that is limit places before the k-th of
+-- them lies outside the window. The starts of one moment have two rows in queue.rate_start, one for the first
+-- and one for the last, so that a heavy job costs no more than another. A key's first letter is its kind, as
 -- in queue.semaphore.
 
 -- When a key's start of this number was; NULL: there was none, or none that counts. A number between two rows
@@ -76,8 +76,9 @@ begin
   perform queue._forget_rate_starts(p_key, v_no - p_limit, v_no + p_n - greatest(p_limit, p_n));
 end $$;
 
--- Deletes a key's starts up to a number. Of several at one time it keeps the first row while the last remains
--- (_rate_start_at). The search begins after p_from, up to which all are gone, so it reads no dead rows.
+-- Deletes a key's starts up to a number. Of the starts of one moment it keeps the first row while the last
+-- one remains (_rate_start_at). All starts up to p_from are gone: the search begins there, so that it reads
+-- no dead rows.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: no window contains these starts.
 create or replace function queue._forget_rate_starts(p_key text, p_from bigint, p_upto bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -90,7 +91,7 @@ begin
     and r.no < queue._first_rate_start(p_key, p_upto);
 end $$;
 
--- The row that remains as the first if a key's starts up to a number are forgotten; NULL: all remain.
+-- Returns the row that is then the first, if a key's starts up to a number are forgotten; NULL: all remain.
 create or replace function queue._first_rate_start(p_key text, p_upto bigint)
 returns bigint language plpgsql stable parallel safe security invoker as $$
 begin
@@ -99,7 +100,8 @@ begin
     (select r.no from queue.rate_start r where r.key = p_key and r.no <= p_upto order by r.no desc limit 1));
 end $$;
 
--- The settings of configure_key for a concurrency key: by its name, else by the longest prefix*; else no row.
+-- Returns the settings of configure_key for a concurrency key: those of its name, else of the longest prefix*
+-- that matches; else no row.
 create or replace function queue._key_config(p_key text)
 returns table (slots integer, rate_limit integer, rate_per interval)
 language plpgsql stable parallel safe security invoker rows 1 as $$

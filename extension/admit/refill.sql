@@ -3,7 +3,7 @@
 
 -- Gives free slots of keys to waiting jobs, in each lane by deadline and id. Jobs with several keys may have
 -- to wait for another key, so it looks at more jobs, up to some hundreds; the next admission continues.
--- Returns keys whose limit has grown by that.
+-- Returns keys whose limit this has raised.
 -- Why no wake-up is lost: it is called in the admission that frees the slots.
 -- Locks: the caller holds the admission lock.
 -- In one piece: the loop is one query, and what its result needs.
@@ -37,7 +37,7 @@ begin
       where w.ctid = any (array(
         select w.ctid from room r
         cross join lateral (
-          -- in order: a job whose weight does not fit holds up the jobs behind it
+          -- In order: a job whose weight does not fit holds up the jobs behind it.
           select w.ctid
           from (
             select w.tid as ctid,
@@ -67,7 +67,7 @@ begin
     from (select l.*, row_number() over (partition by l.key, l.lane order by l.deadline desc, l.id desc) = 1
         as is_last from let l) l
     cross join lateral (
-      -- may have changed since
+      -- These may have changed since the job began to wait.
       select (select s.deadline from queue.job_override s where s.id = l.id) as deadline,
         (l.flags | case when exists (select from queue.job_override s where s.id = l.id) then {{overridden}}
           else 0 end
@@ -102,12 +102,12 @@ begin
   return v_grown;
 end $$;
 
--- A ready job holds no slot until it is claimed. So if jobs begin to wait that come before ready jobs of
--- their key and lane, and do not fit beside them, this takes out as many of those ready jobs by weight, the
--- last ones. ids: these jobs, which arrive again and wait behind the others. keys: the semaphores in which
--- that left room. It looks at the last 1,000 ready jobs of a lane, and does nothing where shares take turns.
--- _take_slots names the keys, except for a job of several keys that goes on from one line to another: two
--- lines could give way to it in turn, for ever.
+-- A ready job holds no slot until it is claimed. If jobs begin to wait that come before ready ones of their
+-- key and lane, and do not fit beside them, this takes out as many of the ready ones by weight, beginning
+-- with the last: ids. These pass the gate again, and wait behind the others. keys: semaphores that have room
+-- now. It does nothing where shares take turns. It looks at the last 1,000 ready jobs of a lane. _take_slots
+-- names the keys, but not for a job of several keys that goes on from one line to another: two lines could
+-- give way to it in turn, for ever.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked: a ready job whose row
 -- another transaction holds keeps its place.
 -- Why no wake-up is lost: _advance sends the jobs on, and then calls _refill for their keys.
@@ -122,7 +122,7 @@ begin
   end if;
   v_later := array(
     with line as materialized (
-      -- spare: the room beside the ready ones, which may be large
+      -- spare: the room beside the ready jobs, which may be large.
       select s.key, l.lane, l.ready, l.low, l.low_deadline, greatest(s.room - l.ready, 0) as spare
       from (select distinct u.key from unnest(p_keys) u (key)) u
       cross join lateral (
@@ -163,7 +163,7 @@ begin
     select distinct x.id
     from (
       select q.id, q.is_ready, q.spare,
-        -- what those that wait before it weigh, and the ready ones behind it
+        -- What the waiting jobs before it weigh, and the ready jobs behind it.
         sum(q.weight) filter (where not q.is_ready) over o as before,
         sum(q.weight) filter (where q.is_ready) over (partition by q.key, q.lane
           order by q.deadline desc, q.id desc) - q.weight as behind

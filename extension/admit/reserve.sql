@@ -1,21 +1,21 @@
 -- Reserved slots, so that a job with several keys starts in the end.
 -- Tests: admit/reserve.sql.
 --
--- A job with several keys waits for the first full one. When that has a slot for it, another key may be full
--- by then, and later jobs take the slot. It could go from line to line for as long as they keep both keys
--- full. So after some changes of line (macro patience), it reserves slots: when it goes on to a full key and
--- is the first in that line, nobody else gets its slots of the keys before that one. `used` counts them. Why,
--- and what it costs: docs/adr/0012-reserved-slots.md.
+-- A job with several keys waits for the first full one. When that has a slot for it, another key may be full,
+-- and later jobs take the slot. For as long as such jobs keep both keys full, it could go from line to line.
+-- So after some changes of line (macro patience) it reserves slots: when it goes on to a full key and is the
+-- first in that line, nobody else gets its slots of the keys before that one. `used` counts them. For the
+-- reasons and the cost see docs/adr/0012-reserved-slots.md.
 --
--- Only the first job of a line reserves: one at a time of the jobs that have a key, and one each 10 s of a
--- lane (_may_reserve). So a hundred jobs do not take all slots of a key, or wait for one another while slots
--- are idle, and a job that waits for a long claim does not keep the others from the key.
+-- Only the first job of a line reserves: one at a time of the jobs that have a key, and one in 10 s of a lane
+-- (_may_reserve). So a hundred jobs do not take all slots of a key, or wait for one another while slots are
+-- idle, and a job that waits for a long claim does not keep the others from the key.
 -- Why nothing stops: a job has reserved slots only while claims and reserved slots fill the key that it waits
 -- for, and only of keys that come before that one, in the order of _take_slots. So of the jobs that have
 -- reserved slots, the one that waits for the last key waits only for claims to end. If it waits for a ready
--- job, or for a rate, it gives its slots back (_give_up_reserved), because others with the same keys could
--- start, while maybe no worker serves the queue of the ready job. It also gives them back if others go before
--- it for long, and when it leaves its line: a ready job has no reserved slots.
+-- job, or for a rate, it gives its slots back (_give_up_reserved): others with the same keys could start,
+-- while perhaps no worker serves the queue of the ready job. It also gives them back if others go before it
+-- for long, and when it leaves its line: a ready job has no reserved slots.
 
 -- Whether jobs of a higher priority in the queue of a lane wait for one of these keys. It does not see those
 -- that _take_slots just sends there.
@@ -32,8 +32,9 @@ begin
     where o.waiting > 0 and l.queue = own.queue and l.priority > own.priority);
 end $$;
 
--- Whether a job of a lane may reserve slots of some of its keys: it is not outranked, none of them is one
--- that another job has reserved slots of, or for, and no job of the lane has reserved any in the last 10 s.
+-- Whether a job of a lane may reserve slots of some of its keys. It may if it is not outranked, if no other
+-- job has reserved slots of these keys or for them, and if no job of the lane has reserved any in the last 10
+-- s.
 create or replace function queue._may_reserve(p_lane integer, p_keys text[])
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin

@@ -26,10 +26,10 @@ begin
   perform queue._begin_era(v_era);
 end $$;
 
--- Called by a session before its first claim. Once is enough, because an era ends together with all sessions
--- that could claim: with the server or its recovery; a session of a standby could not claim, so it has not
--- called this; or with the tables, when they are created again. Other cases lose nothing. A rolled-back
--- transaction forgets the call.
+-- Makes sure that the era is current. A session calls it before its first claim. Once is enough, because an
+-- era ends together with all sessions that could claim: with the server or its recovery (a session of a
+-- standby could not claim, so it has not called this), or with the tables, when they are created again. Other
+-- cases lose nothing. A rolled-back transaction forgets the call.
 -- Locks: as _check_era: the caller holds nothing.
 create or replace function queue._ensure_era()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -53,7 +53,7 @@ begin
   delete from queue.backlog;
   delete from queue.backlog_part;
   delete from queue.deleted;
-  -- also where a stored id happens to be that of a transaction in progress, this one included
+  -- This includes jobs whose stored id happens to be that of a transaction in progress, or of this one.
   update queue.job j set xid = '3'
   where j.xid >= least(pg_snapshot_xmin(v_snapshot), pg_current_xact_id());
   update queue.job j set xid = pg_current_xact_id()
@@ -78,9 +78,9 @@ begin
 end $$;
 
 -- If a dump's data is restored over an installed queue, which is not supported, there is a second row of
--- queue.cursor, and there are jobs that the newer row has passed: admits all of them again, as after any
--- restore. This does not run each time, because it reads rows that others have replaced. (A unique constraint
--- would too, with each move of the cursor.)
+-- queue.cursor, and there are jobs that the newer row has passed. Then this admits all of them again, as
+-- after any restore. It does not run each time, because it reads rows that others have replaced. (A unique
+-- constraint would read these, too, with each move of the cursor.)
 -- Locks: the caller holds the admission lock.
 create or replace function queue._repair_cursor()
 returns void language plpgsql volatile parallel unsafe security invoker as $$

@@ -2,11 +2,12 @@
 -- Tests: admit/shares.sql, admit/shares.retag.spec.
 
 -- Gives tags to ready jobs, and to jobs that wait for a slot, if they have no tag or one from before a change
--- of weights: to at most p_slice jobs of one lane. Lanes with ready jobs come first, as others may be empty;
--- it looks for one among a hundred. Returns false if no lane has such jobs.
+-- of weights: to at most p_slice jobs of one lane. It begins with lanes that have ready jobs, because others
+-- may be empty, and looks for one among a hundred. Returns false if no lane has such jobs.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked: the session that holds
--- a row claims the job. If it rolls back, the job stays ready, behind jobs with a tag. Keys whose waiting
--- jobs have another order now are handed over to the next admission. So no wake-up is lost.
+-- a row claims the job.
+-- Why no wake-up is lost: if that claim is rolled back, the job stays ready, behind jobs with a tag. If the
+-- order of a key's waiting jobs has changed, the key is handed over to the next admission.
 create or replace function queue._retag(p_slice integer)
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -50,11 +51,11 @@ begin
     limit p_slice) x;
   if v_old.ids is not null then
     v_tags := queue._tags(v_old.ids, v_old.lanes, v_old.places, v_old.keys);
-    -- || '' keeps the planner from an index whose condition is on reason
+    -- || '' keeps the planner from an index whose condition is on reason.
     update queue.waiting w set deadline = u.tag from unnest(v_old.ids, v_tags) u (id, tag)
     where w.id = u.id and w.reason || '' = 'slot';
     perform queue._add_slots(v_old.keys, v_old.lanes, null, null, null, v_old.ids, v_tags);
-    -- a lighter job may be the first now, and fit
+    -- A lighter job may be the first now, and fit.
     insert into queue.pending_settlement (job_id, kind, flags, payload)
     values (0, 'refill', 0, to_jsonb(array(select distinct k from unnest(v_old.keys) k)));
     return true;
@@ -88,7 +89,7 @@ begin
     from queue.active_job aj
     join queue.lane l on l.lane = aj.lane
     join queue.job_now j on j.id = aj.id
-    -- later ones are from before a change of weights, which has forgotten the tags of shares
+    -- Later tags are from before a change of weights, which has forgotten the tags of shares.
     where aj.claim is null and aj.deadline >= l.tag_base and aj.deadline < l.tag_base + interval '1 year'
       and j.tag is null
       and not exists (

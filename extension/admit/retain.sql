@@ -1,8 +1,8 @@
 -- Retention: how long a finished job is kept. work/retention.sql deletes it after that.
 -- Tests: work/retention.sql.
 
--- How long a finished job is kept: by the job, its queue, or the default for succeeded ones; NULL means for
--- ever. The job's option is one interval, or an object of them by outcome.
+-- How long a finished job is kept: by its own option, else by its queue, else by the default for succeeded
+-- jobs; NULL means for ever. The job's option is one interval, or an object of intervals by outcome.
 create or replace function queue._retention(p_id bigint, p_default interval default '{{keep_succeeded}}')
 returns interval language plpgsql stable parallel safe security invoker as $$
 begin

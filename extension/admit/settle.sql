@@ -1,9 +1,10 @@
 -- Settling: releases what ended claims held and passes it on, under the admission lock.
 -- Tests: admit/admission.sql.
 
--- Fails a job whose yield would close a cycle, and forgets the step of its wait: it has waited for nobody.
--- Locks: the caller holds the admission lock; the row of the job's queueing lock by skip locked. While a
--- defer holds that, to replace the job, the yield stays for the next admission.
+-- Fails a job whose yield would close a cycle, and removes the step of its wait, because it has waited for
+-- nobody.
+-- Locks: the caller holds the admission lock; the row of the job's queueing lock by skip locked. If a defer
+-- that replaces the job holds this row, the yield stays for the next admission.
 create or replace function queue._fail_for_cycle(p_id bigint, p_flags smallint, p_payload jsonb)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -12,7 +13,7 @@ begin
     values (p_id, 'again', p_flags & ~{{counted}}, p_payload);
     return;
   end if;
-  -- a wait is the last step of its claim
+  -- A wait is the last step of its claim.
   delete from queue.step s
   where s.ctid = (select o.ctid from queue.step o
     where o.job_id = p_id and o.claim = (p_payload ->> 'awaits')::bigint
@@ -77,7 +78,7 @@ begin
       select k.replacing from queue.queueing_lock k
       where u.kind = 'replace' and k.key = u.payload ->> 'key' and k.job_id = u.id offset 0) k on true
     where p_payloads is not null and u.payload is not null
-      -- only the last replacement of a job counts: the one that the key names
+      -- Only the last replacement of a job counts: the one that the key names.
       and (k.replacing = (u.payload ->> 'seq')::bigint
         or u.kind = 'again' and (u.payload -> 'change' ? 'lock' or u.id = any (v_cyclic)))
     order by u.n
@@ -147,8 +148,8 @@ begin
 end $$;
 
 -- Leaves an eighth of the signals among the settlements, but at least 500, and hands the others over to later
--- admissions, so that nobody waits long for the admission lock. A fixed number would have each signal handed
--- over as often as there are such numbers. Returns what is left, in its order.
+-- admissions, so that nobody waits long for the admission lock. If it left a fixed number,
+-- each of n times as many signals would be handed over up to n times. Returns what is left, in its order.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: the signals are appended again, and
 -- their jobs wait at their gate until then.
 create or replace function queue._hand_signals_over(p_ids bigint[], p_kinds text[], p_flags smallint[],
@@ -169,7 +170,7 @@ end $$;
 
 -- Sends ready jobs through the gates again; jobs whose rows another transaction holds follow once that ends.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
--- Why none is forgotten: a row that is not taken out is handed over again, each time, until it is free,
+-- Why no job is forgotten: a row that is not taken out is handed over again, each time, until it is free,
 -- claimed or gone.
 -- Two sessions: operate/pause.fetch.spec, operate/pause.late.spec.
 create or replace function queue._readmit(p_ids bigint[])
@@ -182,7 +183,7 @@ begin
   insert into queue.pending_settlement (xid, job_id, kind, flags)
   select queue._row_locker(aj.xmax), aj.id, 'readmit', 0 from queue.active_job aj
   where aj.id = any (p_ids) and aj.claim is null;
-  -- jobs that have left queue.active_job since may also keep the turn from an older job
+  -- Jobs that have left queue.active_job since may also keep the turn from an older job.
   perform queue._advance(p_arrived => v_taken.ids, p_keys => v_taken.keys, p_locks => queue._locks_of(p_ids));
 end $$;
 
@@ -208,9 +209,9 @@ begin
   into ids, kinds, flags, payloads from gone g;
 end $$;
 
--- Committed pending settlements that the cursor has passed, so that no admission would ever read them. There
--- are none, except after a bug or half a restore. Those that are in flight, or have ended since the cursor
--- moved, do not count (admit/admission.sql).
+-- Committed pending settlements that the cursor has passed, so that no admission would ever read them. Only a
+-- bug or an incomplete restore can leave any. Those that are in flight, or have ended since the cursor moved,
+-- do not count (admit/admission.sql).
 create or replace function queue._orphaned_settlements()
 returns table (xid xid8, seq bigint, job_id bigint, kind text)
 language plpgsql stable parallel safe security invoker rows 10 as $$
@@ -221,8 +222,8 @@ begin
     join queue.pending_settlement h on h.xid < k.next_xid and h.xid <> all (k.in_flight);
 end $$;
 
--- Hands orphaned settlements to the next admission, but those that were shelved. It reads all, with the
--- dead rows that an open transaction keeps, and so runs rarely.
+-- Hands orphaned settlements to the next admission, except those that were shelved. It runs rarely, because
+-- it reads all settlements, with the dead rows that an open transaction keeps.
 -- Locks: the caller holds the admission lock, so that neither the cursor nor the settlements move meanwhile.
 create or replace function queue._repair_settlements()
 returns void language plpgsql volatile parallel unsafe security invoker as $$

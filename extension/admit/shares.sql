@@ -3,24 +3,24 @@
 -- A ready job of a share has a tag, and jobs are claimed in the order of tags, then of ids. The tag is the
 -- later of two: how far its share has come (queue.share_tag), and the virtual time, which is the tag of the
 -- first ready job. Each job advances its share by 1 / weight. So a share with few jobs gets its turn at once,
--- a share with many jobs waits only behind its own jobs, and fetch just reads its index: the tag is stored in
+-- and a share with many jobs waits only behind its own jobs. fetch just reads its index: the tag is stored in
 -- queue.active_job.deadline, which determines the order in a lane. Tags are times before the year 1, which no
 -- deadline can be; 0.1 s of them is one job of weight 1.
 --
 -- A queue and priority has tags from its first job with a share on, until _end_tags; its lanes then have
 -- tag_base. Jobs without a share form one share, ''. Jobs that were ready before get their tags slice by
--- slice (_retag). Jobs that wait for a slot of a key have tags of this key, by the same rule: so shares
--- also take turns at slots, and a share whose jobs wait at one key does not fall behind elsewhere. Before
--- jobs wait there, slots go to the jobs of an admission in the order of the tags that they would get as
--- they begin to wait (_turns). A job that is ready does not give its slot to one that is admitted later.
--- A job that leaves its lane unclaimed keeps its tag (queue.job_override) for its return, or gives it back to
--- its share (_return_tags).
+-- slice (_retag). Jobs that wait for a slot of a key have tags of this key, by the same rule. So shares also
+-- take turns at slots, and a share whose jobs wait at one key does not fall behind elsewhere. Before jobs
+-- wait there, slots go to the jobs of an admission in the order of the tags that they would get as they begin
+-- to wait (_turns). A job that is ready does not give its slot to one that is admitted later. A job that
+-- leaves its lane unclaimed keeps its tag (queue.job_override) for its return, or gives it back to its share
+-- (_return_tags).
 -- Everything here runs under the admission lock.
 
--- Returns the tags of jobs that become ready in lanes, or, with p_keys, begin to wait for a slot of a key; in
--- a lane without tags the places that were passed. p_places: the order of jobs within a share, before that of
--- ids. p_moved: those that waited for another key, where a kept tag does not count. It looks up
--- the first job of each share and computes the tags of the others, so it costs as much as a sort. Of the
+-- Returns the tags of jobs that become ready in lanes, or, with p_keys, begin to wait for a slot of a key;
+-- for a lane without tags, the places that were passed. p_places: the order of jobs within a share, before
+-- that of ids. p_moved: jobs that waited for another key; a tag that they kept does not count here. It looks
+-- up the first job of each share and computes the tags of the others, so it costs as much as a sort. Of the
 -- lanes of a queue and priority only some may have jobs that still have to get new tags (_retag takes one
 -- lane after the other), but their shares have the same tags.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: the caller makes the jobs ready.
@@ -99,8 +99,8 @@ begin
     select t.n, least(t.start + (t.no - 1) * t.step_of_share * interval '1 microsecond', t.end) as tag
     from tagged t
     union all
-    -- at most a hundred turns before the virtual time, so that this does not go back further; a job that was
-    -- ready goes before those that wait
+    -- The tag is at most a hundred turns before the virtual time, so that this does not go back further. A
+    -- job that was ready goes before those that wait.
     select j.n, case when p_keys is null then least(greatest(j.tag, j.at - interval '10 s'), j.last)
       else queue._front_tag(j.key, j.lane, j.tag) end
     from (
@@ -115,10 +115,11 @@ begin
   return v_tags;
 end $$;
 
--- The order in which jobs get the first slots of keys, as places in p_ids: that of the tags which they would
--- get if they began to wait, for each of the pairs. A job with several keys comes when it has its turn at
--- each. p_ns, p_pairs: which job has which (key, lane). In a lane without tags all are one share.
--- Arrays stand where joins would, because the planner may join only by nested loops here.
+-- The order in which jobs get the first slots of keys, as places in p_ids. It is the order of the tags that
+-- they would get if they began to wait, for each of the pairs. A job with several keys comes when it has its
+-- turn at each. p_ns, p_pairs: which job has which (key, lane). In a lane without tags all jobs are one
+-- share.
+-- Arrays stand in place of joins, because the planner may join only by nested loops here.
 create or replace function queue._turns(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
   p_ns integer[], p_pairs integer[])
 returns integer[] language plpgsql stable parallel safe security invoker as $$
@@ -228,9 +229,9 @@ begin
     from queue.lane l where l.lane = p_lane);
 end $$;
 
--- The place of a job with several keys that was taken out of a key's line and waits again: _tags gave it the
--- last tag of its share. It gets that of the first later job of its share, of the first 100 in the line: with
--- its smaller id it stands before that one.
+-- Returns the place of a job with several keys that was taken out of a key's line and waits there again.
+-- _tags gave it the last tag of its share. Instead it gets the tag of the first later job of its share, among
+-- the first 100 in the line: with its smaller id it stands before that job.
 create or replace function queue._own_place(p_id bigint, p_lane integer, p_key text, p_tag timestamptz)
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 begin
@@ -258,7 +259,8 @@ begin
   end if;
 end $$;
 
--- Moves shares back for jobs that will not start there: they have ended, or go to another queue or priority.
+-- Moves shares back for jobs that will not start there, because they have ended or go to another queue or
+-- priority.
 -- Locks: the caller holds the admission lock; the jobs are in no lane. Why no wake-up is lost: no job becomes
 -- ready.
 create or replace function queue._return_tags(p_ids bigint[])
@@ -307,8 +309,8 @@ begin
   end if;
 end $$;
 
--- Ends tags in queues and priorities without ready or running jobs or jobs that wait for slots, if all shares
--- but that of the jobs without one have been forgotten. So deadlines count again there.
+-- Ends tags in a queue and priority if it has no ready or running jobs and none that wait for slots, and if
+-- all shares but '' have been forgotten. Deadlines then count again there.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: there is no job; one whose claim is
 -- uncommitted counts, because the claim may be rolled back.
 create or replace function queue._end_tags()

@@ -1,14 +1,14 @@
--- Admission one by one (p_singly), after an admission of all together has failed: so that a job, or the end
--- of one, that admission can't bear stops no others. No such fault is known: this is for those that are not.
--- A new job fails, or is parked for another try. Anything else is shelved: it lies behind the cursor, where
--- check() shows it, and is tried again by maintenance (_retry_shelved).
+-- Admission one by one (p_singly), after an admission of all together has failed. If admission can't deal
+-- with a job, or with the end of one, this must not stop the others. No such fault is known: this is for
+-- unknown ones. A new job fails, or is parked for another try. Anything else is shelved: it lies behind the
+-- cursor, where check() shows it, and maintenance tries it again (_retry_shelved).
 -- Locks, of all functions here: the caller holds the admission lock; else as those that they call.
 -- Why no wake-up is lost: what is shelved wakes nobody until it is settled.
 -- Tests: admit/admission.poison.sql, admit/settle.fault.spec.
 
 -- Admits new jobs one by one; one that can't be admitted fails. Returns the jobs that must be tried again:
--- those that another transaction is replacing, and all that follow a hundred that have failed, as the fault
--- may be mended meanwhile.
+-- those that another transaction is replacing, and, after a hundred failures, all that follow, because the
+-- fault may be mended meanwhile.
 -- Locks: as _admit_gated; the row of a queueing lock by skip locked. Why no wake-up is lost: _advance tells
 -- those that need the job, and its group. Two sessions: admit/admission.fault.spec.
 create or replace function queue._admit_singly(p_ids bigint[])
@@ -41,9 +41,9 @@ begin
   return v_left;
 end $$;
 
--- _admit_gated, for all together or one by one. Returns the jobs that must be tried again, as _admit_singly;
--- or, of jobs with many keys and needs, those that would keep the admission lock for too long. These are the
--- least urgent; jobs with an ordered lock come first, by id, because their locks require that order.
+-- _admit_gated, for all together or one by one. Returns the jobs that must be tried again, as _admit_singly
+-- does. It also returns the least urgent of many jobs with keys and needs, which would keep the admission
+-- lock for too long; jobs with an ordered lock come first, by id, because their locks require that order.
 create or replace function queue._admit_all_gated(p_ids bigint[], p_singly boolean)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -85,7 +85,7 @@ begin
     flags := p_flags;
     return;
   end if;
-  for n in 1 .. coalesce(cardinality(p_ids), 0) loop  -- all may be this transaction's own
+  for n in 1 .. coalesce(cardinality(p_ids), 0) loop  -- NULL if all are this transaction's own
     begin
       perform queue._settle_slots(p_ids[n:n], p_kinds[n:n], p_flags[n:n],
         case when p_payloads[n] is not null then p_payloads[n:n] end);
@@ -111,7 +111,7 @@ begin
     begin
       perform queue._settle(p_ids[n:n], p_kinds[n:n], p_flags[n:n]);
     exception when {{fault}} then
-      -- its slots are free already
+      -- Its slots are free already.
       perform queue._shelve(p_ids[n], p_kinds[n], (p_flags[n] & ~{{counted}})::smallint, null, sqlerrm,
         sqlstate);
     end;
@@ -159,7 +159,7 @@ begin
   return null;
 end $$;
 
--- Hands up to a hundred of those that were shelved to the next admission, if they can be settled now.
+-- Hands up to a hundred shelved settlements to the next admission, if they can be settled now.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: they get the xid of this transaction,
 -- which the cursor has not passed. Two sessions: admit/settle.fault.spec.
 create or replace function queue._retry_shelved()

@@ -4,11 +4,11 @@
 -- the claim. Limited lanes are claimed only under the admission lock, so that the limit is hard.
 --
 -- Slots are taken at the claim, not before, so that a job which no worker starts holds none. For each key and
--- lane, at most as many unclaimed jobs are in queue.active_job (`ready`) as the key has free slots, so that
--- fetch does not read jobs that can't start. The others wait in queue.waiting; a new one does not come before
--- a ready one, as far as _make_way looks. If fetch meets a ready job whose key is full, or which a heavy job
--- goes before, it sends that job back there. A job with several keys waits for the first full one, and holds
--- no slots, but may reserve some. Rows are replaced, and read newest first.
+-- lane, queue.active_job has at most as many unclaimed jobs (`ready`) as the key has free slots, so that
+-- fetch does not read jobs that can't start. The others wait in queue.waiting; a new job does not come before
+-- a ready one, as far as _make_way looks. A ready job goes back there if fetch finds its key full, or finds
+-- that a heavy job goes before it. A job with several keys waits for the first full one. It holds no slot
+-- meanwhile, but may reserve some. Rows are replaced, and read newest first.
 
 -- The keys of jobs by their flags: 'm' || lock and 'k' || concurrency key. n: the job's place in p_ids.
 create or replace function queue._keys_of(p_ids bigint[], p_flags smallint[])
@@ -35,8 +35,8 @@ begin
     where u.flags & {{slots}} <> 0;
 end $$;
 
--- Creates missing semaphores and sets limits and rates: configure_key decides, else the newest of the jobs
--- with one key. Returns the keys that jobs may wait for and whose limit has grown, or whose rate has changed.
+-- Creates missing semaphores and sets limits and rates: configure_key decides, else the newest job with the
+-- key. Returns the keys that jobs may wait for if their limit has grown or their rate has changed.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._set_slots(p_keys text[], p_slots integer[], p_ids bigint[],
   p_rate_limits integer[] default null, p_rate_pers interval[] default null)
@@ -79,10 +79,11 @@ begin
   return v_changed;
 end $$;
 
--- If jobs wait for keys whose rate allows no more starts now, writes the time of the next start into the row
--- of the first job of each lane; _admit_due then gives them their slots. If the rate allows one again since
--- the caller looked, that time is now. While ready jobs use up the rate it writes none: claims call it again.
--- It writes none for lanes that wait for a heavy job either (_heavy_waiting): the refill after that one does.
+-- Handles keys that jobs wait for and whose rate allows no more starts now. It writes the time of the next
+-- start into the row of the first job of each lane; _admit_due then gives these their slots. If the rate
+-- allows a start again since the caller looked, that time is now. It writes none while ready jobs use up the
+-- rate, because claims call it again; nor for lanes that wait for a heavy job (_heavy_waiting), because the
+-- refill after that job does.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.
@@ -113,7 +114,7 @@ begin
     where s.rate_limit is not null and l.waiting > 0
       and not exists (select from heavy h join queue.lane k on k.lane = l.lane
         where h.key = s.key and h.queue = k.queue and h.priority > k.priority))
-  -- joined to shut, the planner may read all waiting jobs
+  -- If this were joined to shut, the planner might read all waiting jobs.
   update queue.waiting w set at = (select s.at + interval '1 microsecond' from shut s where s.id = w.id)
   where w.ctid = any (array(select s.tid from shut s where s.at is not null));
   if found then
@@ -121,11 +122,11 @@ begin
   end if;
 end $$;
 
--- Of each queue, the most urgent heavy job that waits for one of these keys and does not fit yet. Jobs of its
--- queue and key with a lower priority wait for it. Otherwise light ones could take each slot that becomes
--- free, and the heavy one would never start.
--- Why no wake-up is lost: when it starts, or leaves queue.waiting, the key goes to _refill, because it has a
--- weight; and when it fits, because then slots are free.
+-- Returns, for each queue, the most urgent heavy job that waits for one of these keys and does not fit yet.
+-- Jobs of its queue and key with a lower priority wait for it. Otherwise light jobs could take each slot that
+-- becomes free, and the heavy one would never start.
+-- Why no wake-up is lost: when the heavy job starts or leaves queue.waiting, the key goes to _refill, because
+-- the job has a weight. When the heavy job fits, slots are free, and the key goes there, too.
 create or replace function queue._heavy_waiting(p_keys text[])
 returns table (key text, queue text, priority integer, id bigint)
 language plpgsql stable parallel safe security invoker rows 1 as $$
@@ -140,7 +141,7 @@ begin
     cross join lateral unnest(s.lanes, s.ready, s.waiting) o (lane, ready, waiting)
     join queue.lane l on l.lane = o.lane
     cross join lateral (
-      -- if the heaviest fits, all do
+      -- If the heaviest fits, all fit.
       select w.id, w.weight from queue.waiting w
       where left(w.reason, 4) = 'slot' and w.key = u.key and w.lane = o.lane and w.weight is not null
       order by w.weight desc limit 1) w
@@ -275,8 +276,8 @@ begin
   end if;
 end $$;
 
--- Marks jobs that are taken from their slots: on_limit no longer discards them, because they return to their
--- slots, but are not admitted again.
+-- Marks jobs that lose their slots, so that on_limit no longer discards them: they come back to their slots,
+-- but are not admitted again.
 create or replace function queue._never_discard(p_ids bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
@@ -298,9 +299,9 @@ begin
         and (s.rate_limit is null or not exists (select from queue.rate_start r where r.key = s.key))
       order by s.tick limit 1000))
     returning s.key)
-  -- they had a rate before
+  -- The key had a rate before.
   delete from queue.rate_start r using gone g where r.key = g.key;
-  -- starts that no window can contain any more
+  -- No window can contain these starts any more.
   delete from queue.rate_start r
   where r.key = any (array(
     select s.key from queue.semaphore s

@@ -55,8 +55,8 @@ begin
       returning r.payload into v_payload;
       v_is_over := found;
     elsif v_job.event is not null then
-      -- an event that this admission takes only later counts, too: the timeout may be over by then. One that
-      -- another has followed comes before that, as this wait began before it expired
+      -- An event that this admission takes only later counts, too, because the timeout may be over by then.
+      -- An event that has a successor comes first, because this wait began before it expired.
       select e.payload into v_payload from queue.event e
       where e.name = v_job.event and e.published_at > v_job.until is not true
         and queue._wait_began_by(v_job.id, e.expires_at)
@@ -75,12 +75,12 @@ begin
 end $$;
 
 -- Makes signalled jobs ready whose signal ends their wait at this gate, and for which no later gate can be
--- closed: jobs of a plain lane, which a queue with limits does not have. The others are returned, for
--- _take_signals. With a worker it claims them at once, as _claim_newcomer does with new jobs: only from
--- lanes that the worker serves (p_queues; NULL: all) and that are not paused, no job with a timeout, and none
--- if from p_from on several settlements are pending.
+-- closed: jobs of a plain lane, which a queue with limits does not have. It returns the others, for
+-- _take_signals. With a worker it claims them at once, as _claim_newcomer does with new jobs: only from lanes
+-- that the worker serves (p_queues; NULL: all) and that are not paused, no job with a timeout, and none if
+-- several settlements are pending from p_from on.
 -- Its statements are few and short: their set-up is most of the time from a signal to its job's start.
--- is_suspended stays set in queue.job_override, until the end of an attempt or this gate sets it anew.
+-- is_suspended stays set in queue.job_override, until the end of an attempt or this gate sets it again.
 -- Locks: the caller holds the admission lock, which protects all rows that change here.
 -- Why no wake-up is lost: a signal that is not taken here is left to _take_signals.
 create or replace function queue._resume_signalled(
@@ -125,7 +125,7 @@ begin
         and not l.is_idle and (p_queues is null or l.queue = any (p_queues))
         and (select h.xid from queue.pending_settlement h where h.xid >= p_from limit 1 offset 1) is null);
     if v_step is not null then
-      -- || '' keeps the planner from an index whose condition is on reason
+      -- || '' keeps the planner from an index whose condition is on reason.
       delete from queue.waiting w where w.id = v_id and w.reason || '' = 'signal';
     end if;
     if v_step is null or not found then
@@ -153,9 +153,9 @@ end $$;
 
 -- Ends the waits for these events, and takes the jobs that got a signal out of the gate. Returns the jobs
 -- that have left it, which are in no gate now; they check their waits when they come back. The first event of
--- a name counts until it expires. Then the next one takes its place, once the waits that began before are
--- over; the first stays for those that are not committed yet, until _prune_events deletes it. If many jobs
--- wait for an event, this ends the waits of 500 of them; later admissions end those of the others.
+-- a name counts until it expires. Then the next one takes its place, once all waits have ended that began
+-- before. The first one stays for waits that are not committed yet, until _prune_events deletes it. If many
+-- jobs wait for an event, this ends the waits of 500 of them; later admissions end those of the others.
 -- Locks: the caller holds the admission lock, which protects all rows that change here. Why no wake-up is
 -- lost: if there may be more jobs, the event is appended again for the next admission.
 create or replace function queue._take_signals(p_ids bigint[], p_events bigint[])
@@ -168,7 +168,7 @@ declare
 begin
   if p_ids is not null then
     v_ids := queue._leave_signal_gate(p_ids);
-    -- signals to jobs that were deleted meanwhile
+    -- Signals to jobs that were deleted meanwhile.
     delete from queue.received_signal r
     where r.job_id = any (array(select u.id from unnest(p_ids) u (id)
       where not exists (select from queue.job j where j.id = u.id)));
@@ -225,7 +225,7 @@ begin
   has_more := cardinality(v_jobs) = 500;
 end $$;
 
--- Takes those of these jobs that are in this gate out of it, and returns them; a held one is in another.
+-- Takes the jobs that are in this gate out of it, and returns them; a held job is in another gate.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._leave_signal_gate(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -237,7 +237,7 @@ begin
     where w.ctid = any (array(
       select w.ctid from unnest(p_ids) u (id)
       cross join lateral (
-        -- || '' keeps the planner from an index whose condition is on reason
+        -- || '' keeps the planner from an index whose condition is on reason.
         select w.ctid from queue.waiting w where w.id = u.id and w.reason || '' = 'signal' offset 0) w))
     returning w.id)
   select array_agg(g.id) into v_ids from gone g;

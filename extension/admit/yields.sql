@@ -26,9 +26,9 @@ begin
   return jsonb_build_object('needs', to_jsonb(v_needs));
 end $$;
 
--- The payload that await_jobs hands over. A job that has ended may be awaited also when its retention is
--- over. One that no longer exists counts as ended, if the job has awaited it before, or if a finished step
--- has its id in a list: then it did exist, because the job has deferred it in that step.
+-- Returns the payload that await_jobs hands over. A job that has ended may be awaited even if its retention
+-- is over. One that no longer exists counts as ended if the job has awaited it before, or if a finished step
+-- has its id in a list: then it did exist, because the job deferred it in that step.
 -- Raises: QJ001, QJ005.
 create or replace function queue._check_awaited(p_id bigint, p_claim bigint, p_ids jsonb)
 returns jsonb language plpgsql volatile parallel unsafe security invoker as $$
@@ -61,8 +61,8 @@ begin
 end $$;
 
 -- How its needs hold a job that yields, as far as its transaction can see: waiting or upstream_failed, NULL
--- if they don't. Like _needs_states, which sees the yield only after it has settled (_add_yield_needs). The
--- needs have no rows yet, so queue.need_now can't tell their states. Awaited jobs need only end.
+-- if they don't. It is like _needs_states, which sees the yield only after it has settled (_add_yield_needs).
+-- The needs have no rows yet, so queue.need_now can't tell their states. Awaited jobs need only end.
 create or replace function queue._yield_state(p_id bigint, p_payload jsonb)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
 declare
@@ -120,7 +120,7 @@ end $$;
 
 -- Adds the needs of a yield. With the key awaits, which has the claim, these are jobs that it awaits, even if
 -- it needs them already: under any, a need alone might not hold it. If two concurrent yields have created a
--- cycle, also by way of a lock, it adds none and returns false. Under any, a need that the job did not have
+-- cycle, also through a lock, it adds none and returns false. Under any, a need that the job did not have
 -- before counts as satisfied at the start of the run if its end had certainly settled by then (began_xid).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._add_yield_needs(p_id bigint, p_payload jsonb)

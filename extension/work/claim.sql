@@ -129,7 +129,7 @@ end $$;
 -- Why no wake-up is lost: a call that finds nothing has looked under the admission lock, or another session
 -- holds that lock and looks. Rows that others hold are theirs to finish or to hand over.
 -- The lanes claimed from only say where a look for a higher low mark is worth it: _raise_marks reads lane and
--- jobs anew, under the admission lock.
+-- jobs again, under the admission lock.
 -- In one piece: each round of the loop passes all its variables to the next.
 create or replace function queue._claim_loop(
   p_worker bigint, p_queues text[], p_max_jobs integer, p_may_wait boolean, p_now timestamptz, p_ids bigint[],

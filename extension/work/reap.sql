@@ -56,9 +56,9 @@ begin
   return next;
 end $$;
 comment on function queue.reap() is
-  'Ends dead claims: those of workers without a heartbeat for dead_after, and those whose lease or'
-    ' timeout has passed. dead_after counts from the server''s start or promotion at the earliest; if all'
-    ' workers were silent at once, it begins again. Returns their number, and when the next may expire.';
+  'Ends dead claims: those of workers without a heartbeat for dead_after (counted from the server''s start'
+    ' or promotion at the earliest, and once more if all workers were silent at once), and those whose lease'
+    ' or timeout has passed. Returns their number, and when the next may expire.';
 
 -- reap for p_budget, but at least 20 claims, so that each call makes progress, and a few end at once however
 -- busy the machine is. Locks, in this order: as _mark_dead_workers, _reap_gone, _reap_forgotten,
