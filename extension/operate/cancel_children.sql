@@ -1,9 +1,9 @@
--- Cancelling the children of a job: the jobs that it has deferred and waits for, and theirs.
+-- Cancelling the children of a job: the jobs that it has deferred and waits for, and their children.
 
--- Locks: as in operate/change.sql, for at most 1,000 jobs, which are looked up first; then rows of
--- queue.active_job and queue.queueing_lock by skip locked, for those that one of them has begun to wait for
--- meanwhile. Why no wake-up is lost: as for cancel; the parent's wait ends
--- with its children.
+-- Locks: as in operate/change.sql, for at most 1,000 jobs, which are looked up first. Then rows of
+-- queue.active_job and queue.queueing_lock by skip locked, for the jobs that one of these has begun to wait
+-- for meanwhile.
+-- Why no wake-up is lost: as for cancel; the parent's wait ends with its children.
 -- Two sessions: operate/cancel_children.claim.spec.
 -- Raises: 22023, QJ001, QJ008.
 create or replace function queue.cancel_children(job bigint, abort boolean default false)
@@ -63,14 +63,15 @@ begin
   return query select t.id, t.outcome, t.error from queue._change_results(v_ids, v_done) t;
 end $$;
 comment on function queue.cancel_children(bigint, boolean) is
-  'Cancels the children of a job that have not started, and their children, recursively. Children are the'
-    ' jobs that a job has deferred and waits for. With abort, it also tells the workers of running children'
-    ' to stop them. To cancel a job with its children, cancel the job first. It cancels at most 1,000: call'
-    ' it again if it returns as many. Returns a row for each: cancelled, running (it was told to stop), or'
-    ' an error with its state.';
+  'Cancels the children of a job, which are the jobs that it has deferred and waits for, and their children,'
+    ' recursively: those that have not started. With abort, the workers of running ones are told to stop'
+    ' them. To cancel a job with its children, cancel the job first. It handles at most 1,000 jobs: call it'
+    ' again while it returns that many rows. Returns a row for each: cancelled, running (its worker was told'
+    ' to stop it), or an error with its state.';
 
--- The first 1,000 jobs below a job that have not ended; without p_abort only those that do not run, with it
--- also those that run and were not told to stop. Each job has one parent, which is older, so this ends.
+-- The first 1,000 jobs below a job that have not ended. Without p_abort, only those that do not run; with it,
+-- also those that run and whose workers were not told to stop them. Each job has one parent, which is older,
+-- so this ends.
 create or replace function queue._unfinished_children(p_job bigint, p_abort boolean, p_allowed text[])
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 declare

@@ -1,7 +1,7 @@
 -- Cancelling, holding and unholding one job.
 --
 -- Why no wake-up is lost: _advance sends on the jobs that a call releases, by a slot, a turn or a need, and
--- each call that may leave one ready ends with _announce.
+-- each call that may make a job ready ends with _announce.
 
 -- Locks: those of _lock_for_change, which does not wait for a transaction that has finished a step: a job can
 -- be told to stop meanwhile.
@@ -19,8 +19,8 @@ begin
   end if;
   perform queue._lock_for_change(cancel.id);
   v_before := queue._jobs_before(array[cancel.id]);
-  -- a job that was claimed while this waited for the admission lock may be about to end in a transaction that
-  -- holds its row
+  -- A job that was claimed while this waited for the admission lock may be about to end, in a transaction
+  -- that holds its row.
   select aj.claim, aj.worker_id into v_active from queue.active_job aj
   where aj.id = cancel.id for no key update skip locked;
   if v_active.claim is not null then
@@ -46,8 +46,8 @@ begin
   return 'cancelled';
 end $$;
 comment on function queue.cancel(bigint, boolean) is
-  'Cancels a job that has not started and returns cancelled. If the job is running, abort tells its'
-    ' worker to stop it, and the function returns running.';
+  'Cancels a job that has not started and returns cancelled. If the job is running, it is refused (QJ003)'
+    ' without abort; with abort its worker is told to stop it, and the function returns running.';
 
 -- Locks: those of _lock_for_change. Raises: QJ001, QJ003 (running or finished), QJ008.
 create or replace function queue.hold(id bigint)

@@ -1,10 +1,10 @@
--- Changing jobs: moving them, other priorities, deadlines, times and args.
+-- Changing jobs: their queues, priorities, deadlines, times and args.
 --
 -- Each call is one transaction and takes its locks in the order of operate/lock_jobs.sql: claimed rows of
--- queue.active_job and rows of queue.finished, each sorted and waited for, then the admission lock. Other
--- rows it locks under the admission lock, by skip locked (_try_lock_job): if another transaction holds such a
--- job, it is refused like one whose state does not allow the call. If the claim of a running job is taken
--- away, it is lost: its worker is told to abort, and its late outcome gets QJ002.
+-- queue.active_job and rows of queue.finished, each sorted and waited for, then the admission lock. Under the
+-- admission lock it locks other rows by skip locked (_try_lock_job): a job whose row another transaction
+-- holds is refused like one whose state does not allow the call. If a running job's claim is taken away, the
+-- claim is lost: its worker is told to abort, and its late outcome gets QJ002.
 --
 -- (NOT) IN (SELECT unnest(...)) checks whether an id is one of many, because the planner hashes it: = ANY
 -- (array) reads the array for each row.
@@ -45,9 +45,9 @@ begin
   return query select t.id, t.outcome, t.error from queue._change_results(move.ids, v_done) t;
 end $$;
 comment on function queue.move(bigint[], text, boolean) is
-  'Moves jobs to another queue, with their ids, args, attempts and history; finished ones run there if'
-    ' they are retried. A running job is refused (QJ003) without force; with force its claim is lost and it'
-    ' is ready again there. Returns a row for each id: its state in outcome, or an error.';
+  'Moves jobs to another queue, with their ids, args, attempts and history; finished ones run there if they'
+    ' are retried. A running job is refused (QJ003) without force; with force its claim is lost, and the job'
+    ' is ready again in that queue. Returns a row for each id: its state in outcome, or an error.';
 
 -- Locks: as above. Raises: 22023, QJ008.
 create or replace function queue.set_priority(ids bigint[], priority integer)
@@ -111,9 +111,9 @@ begin
   return query select t.id, t.outcome, t.error from queue._change_results(set_deadline.ids, v_done) t;
 end $$;
 comment on function queue.set_deadline(bigint[], timestamptz) is
-  'Changes the deadline of jobs; NULL removes it. For running and finished ones it applies to their next run.'
-    ' An earlier deadline spreads to the jobs that a job needs; a later one does not undo this. Returns a row'
-    ' for each id: its state in outcome, or an error.';
+  'Changes the deadline of jobs; NULL removes it. For running and finished ones it applies to their next'
+    ' run. An earlier deadline also applies to the jobs that a job needs; a later one does not undo that.'
+    ' Returns a row for each id: its state in outcome, or an error.';
 
 -- Locks: those of _lock_for_change. Raises: 22023, QJ001, QJ003 (running or finished), QJ008.
 create or replace function queue.reschedule(id bigint, at timestamptz default null)
@@ -150,8 +150,8 @@ comment on function queue.reschedule(bigint, timestamptz) is
 
 -- Locks: as _lock_for_change; then, under the admission lock, the job's row of queue.finished by skip locked.
 -- Why no run sees other args than it started with: if a fetch holds the job's row, this waits for it, and the
--- job is then running; a later fetch skips that row; and jobs without a row of queue.active_job are admitted
--- only under the admission lock. Two sessions: operate/change.claim.spec.
+-- job is then running. A later fetch skips that row. Jobs without a row of queue.active_job are admitted only
+-- under the admission lock. Two sessions: operate/change.claim.spec.
 -- Why no wake-up is lost: it ends with _announce, like every call that may leave a job ready.
 -- Raises: 22023, QJ001, QJ003 (running or succeeded), QJ008.
 create or replace function queue.set_args(id bigint, args jsonb)
@@ -189,6 +189,6 @@ begin
 end $$;
 comment on function queue.set_args(bigint, jsonb) is
   'Replaces all args of a job that neither runs nor has succeeded by another object; a failed or cancelled'
-    ' job uses them for its retry. Its lock and keys stay as they were filled from the old args. If the role'
-    ' may not see sensitive args, each part that it leaves as it was shown, with ***, keeps its old value; a'
-    ' new *** in place of a sensitive value is refused. Returns its state.';
+    ' job uses them for its retry. Its lock and keys stay as they were filled from the old args. A role that'
+    ' may not see sensitive args may pass them as they were shown, with ***: then they keep their old'
+    ' values. A new *** in place of a sensitive value is refused. Returns its state.';

@@ -28,7 +28,7 @@ comment on function queue.copy(bigint, text) is
 
 -- Appends a copy of a job, with further flags, and returns its id. It wakes nobody. The copy does not need
 -- the jobs that the original awaits. But a copy that continues with the steps of the original (flag
--- overridden) awaits those of them that have ended, because its handler may ask for their results.
+-- overridden) awaits those of these jobs that have ended, because its handler may ask for their results.
 -- Locks: none. Raises: QJ001.
 create or replace function queue._copy(p_id bigint, p_queue text, p_flags integer)
 returns bigint language plpgsql volatile parallel unsafe security invoker as $$

@@ -61,8 +61,9 @@ begin
     and not exists (select from queue.job_now j where j.queue = delete_queue.name) then
     perform queue._invalid('no such queue', 'queue.queues lists them.', 'queue: ' || delete_queue.name);
   end if;
-  -- again, because the end of a claim admits what was committed meanwhile (operate/delete.queue_defer.spec);
-  -- this ends, because no job that is admitted under this admission lock can run
+  -- It looks again, because the end of a claim admits what was committed meanwhile
+  -- (operate/delete.queue_defer.spec). This ends, because no job that is admitted under this admission lock
+  -- can run.
   loop
     v_later := array(select u.id from queue.unadmitted u);  -- jobs committed since count as deferred later
     v_ids := array(
@@ -177,11 +178,11 @@ begin
   end loop;
   insert into queue.deleted (id)
   select f.id from queue.finished f where f.id = any (v_all) and f.state = 'succeeded';
-  -- not (not in): in alone would become a join, and these settings have only the slowest kind for it
+  -- not (not in): in alone would become a join, and with these settings only of the slowest kind.
   v_waiting := array(
     select u.id from unnest(v_open, v_claims) u (id, claim)
     where u.claim is null and not u.id not in (select unnest(v_all)));
-  -- all out of their places before any turn is passed on, so that none of them gets it
+  -- All leave their places before any turn is passed on, so that none of them gets the turn.
   v_taken := queue._dequeue_all(v_waiting);
   if cardinality(v_taken.ids) > 0 then
     perform queue._finish_unclaimed(v_taken.ids, 'cancelled', 'deleted', null);
@@ -197,7 +198,7 @@ begin
   end loop;
   delete from queue.active_job aj where aj.id = any (v_plain);
   perform queue._delete_rows(v_all);
-  -- a job that waits for one of several, of which none is left, need not wait
+  -- A job that waited for any one of several needs no longer waits if none of them is left.
   perform queue._advance(p_changed => v_all);
   return v_all;
 end $$;

@@ -20,7 +20,7 @@ begin
   for v_job in select distinct u.id from unnest(fail_jobs.ids) u (id) order by u.id loop
     select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
     if v_job.situation = 'running' then
-      -- it fails, even if it was told to abort
+      -- It fails, even if its worker was told to abort it.
       update queue.active_job aj set flags = aj.flags & ~{{aborting}} where aj.id = v_job.id;
       perform queue._end_attempt(
         jsonb_build_object('outcome', 'failed', 'error', v_message, 'options',
@@ -73,7 +73,7 @@ begin
       perform queue._finish_unclaimed(array[v_job.id], 'succeeded', 'operator', null);
       perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
     elsif v_job.situation = 'finished' then
-      -- the failure is counted before it disappears; a job that has succeeded stays as it is
+      -- The failure is counted before it disappears. A job that has succeeded stays as it is.
       perform queue._count_ends_of(array[f.id], false) from queue.finished f
       where f.id = v_job.id and f.state <> 'succeeded';
       update queue.finished f

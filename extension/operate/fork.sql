@@ -16,7 +16,7 @@ begin
   v_key := queue._step_key(fork.from_step);
   v_id := queue._copy(fork.id, null, {{overridden}});
   insert into queue.job_override (id, has_steps) values (v_id, true);
-  -- in one statement, because a retry may forget the step meanwhile
+  -- One statement does both, because a retry may forget the step meanwhile.
   with point as materialized (
     select f.claim, f.finished_at from queue.step f
     where f.job_id = fork.id and f.name = v_key.name and f.no = coalesce(v_key.no, 1)

@@ -14,7 +14,7 @@ declare
   v_before jsonb;
   v_rate jsonb;
   v_keeps_rate boolean;
-  v_others bigint[];  -- jobs that may set limits in place of those that are gone
+  v_others bigint[];  -- jobs that may set limits in place of deleted ones
   v_keys record;
 begin
   {{installed}}
@@ -45,7 +45,7 @@ begin
   insert into queue.key_config (pattern, slots, rate_limit, rate_per)
   select configure_key.pattern, v_old.slots, v_old.rate_limit, v_old.rate_per
   where num_nonnulls(v_old.slots, v_old.rate_limit) > 0;
-  -- the terms of the last job that set a limit; _set_slots lets the configured ones override them
+  -- These are the terms of the last job that set a limit; _set_slots lets the configured ones override them.
   v_others := queue._forget_gone_limits(configure_key.pattern);
   select array_agg(x.key) as keys, array_agg(x.slots) as slots, array_agg(x.id) as ids,
     array_agg(x.rate_limit) as rate_limits, array_agg(x.rate_per) as rate_pers
@@ -57,7 +57,7 @@ begin
           where left(s.key, 1) = 'k' and queue._matches(substr(s.key, 2), configure_key.pattern)
           order by s.key, s.tick desc) s
     cross join lateral (
-      -- without such a job only a rate that this call removes ends: the next jobs may have the same one
+      -- Without such a job, a rate ends only if this call removes it: the next jobs may have the same one.
       select coalesce(min(k.slots), 2147483647) as slots,
         case when count(*) = 0 and v_keeps_rate then s.rate_limit else min(k.rate_limit) end as rate_limit,
         case when count(*) = 0 and v_keeps_rate then s.rate_per else min(k.rate_per) end as rate_per
@@ -86,7 +86,7 @@ comment on function queue.configure_key(text, jsonb) is
     ' setting it again forgets earlier starts, unless the jobs have a rate of their own. See'
     ' queue.semaphores.';
 
--- Forgets which job has set the limit and the rate of a key, if that job is gone: any other may set them.
+-- Forgets which job has set the limit and the rate of a key, if that job was deleted: any other may set them.
 -- Returns jobs that may do so at once: of each such key the newest that waits for a slot, and all that are
 -- ready in the key's lanes. The others set them when they come to the slots.
 -- Locks: the caller holds the admission lock.

@@ -2,25 +2,26 @@
 --
 -- Lock order of a call on one job: its row in queue.active_job (waiting for a session that ends or claims
 -- it), then its queueing lock's row (waiting for a session that replaces it), then the admission lock, then
--- the rest. Once the admission lock is held, only a claim can move the job, and claims skip the locked
--- row. Under the admission lock it waits for nothing that another transaction could hold long: not for
+-- the rest. Once the call holds the admission lock, only a claim can move the job, and claims skip the locked
+-- row. Under the admission lock it waits for nothing that another transaction could hold for long: not for
 -- these rows, nor for queue.job_override of a job that is being finished. The first lock is FOR NO KEY
--- UPDATE: a transaction that has only finished a step (work/steps.sql) may last, and is not waited for;
--- _try_lock_job then finds the job busy. Whether the caller may use the jobs' queues is checked again under
--- the admission lock, because they may have moved while this waited.
+-- UPDATE, so the call does not wait for a transaction that has only finished a step (work/steps.sql) and may
+-- last; _try_lock_job then finds the job busy. The call checks again under the admission lock whether the
+-- caller may use the jobs' queues, because jobs may have moved while it waited.
 --
 -- A call on many jobs must keep no job from workers or other calls while it waits for one client. So it first
--- waits for each row, key and lock alone, and lets it go again. Only then it takes all of them in their
--- order. If it waits for one for half a second, it lets all of them go and starts again, four times at most.
+-- waits for each row, key and lock alone, and lets it go again. Only then does it take all of them in their
+-- order. If it waits for one of them for half a second, it lets all of them go and starts again, four times
+-- at most.
 --
 -- A call whose transaction already holds the admission lock, from an earlier call, waits for none of these: a
--- job that another transaction is at is busy. Otherwise nobody would get jobs meanwhile, and a worker that
+-- job that another transaction holds is busy. Otherwise nobody would get jobs meanwhile, and a worker that
 -- waits for a row of the earlier call would be in a deadlock.
 -- Tests: operate/change.claim.spec, operate/change.frozen.spec, operate/change.again.spec.
 
 -- Prepares a call that changes one job: checks that it exists and takes the locks in their order.
 -- Locks, each waited for: the job's row of queue.active_job, that of its queueing lock, the admission lock.
--- If this transaction holds the last already, the rows by skip locked.
+-- If this transaction already holds the admission lock, the rows by skip locked.
 -- Raises: QJ001, QJ003 (then, if another transaction has one of these rows), QJ008.
 create or replace function queue._lock_for_change(p_id bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -38,8 +39,8 @@ begin
     if not found and exists (select from queue.active_job aj where aj.id = p_id)
       or not queue._try_lock_queueing_lock(p_id) then
       perform queue._invalid_state(p_id, queue._state(p_id),
-        'Another transaction may be changing this job. This one holds the admission lock, so it does not'
-        ' wait: call it in a transaction of its own.');
+        'Another transaction may be changing this job. Yours holds the admission lock, so it can''t wait:'
+        ' make this call in a transaction of its own.');
     end if;
   end if;
   perform queue._admit_all();
@@ -57,8 +58,8 @@ begin
   perform queue._require_jobs('{operator}', p_ids);
 end $$;
 
--- Locks the rows of jobs, and then knows their state as far as no other transaction holds a row. With
--- p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one.
+-- Locks the rows of jobs. The caller then knows their state, except where another transaction holds a row.
+-- With p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one.
 -- Locks: those of _take_rows; all other rows of queue.active_job by skip locked. If this transaction holds
 -- the admission lock already: those of _try_retake_queueing_locks; all rows by skip locked.
 -- Why it ends: after five rounds it goes on without the rows that others hold: those jobs are busy.
@@ -83,11 +84,11 @@ begin
   return v_keyed;
 end $$;
 
--- Waits for the transactions that are claiming, ending or changing jobs, in the order of ids. A job that is
--- free meanwhile is not waited for.
+-- Waits for the transactions that are claiming, ending or changing jobs, in the order of ids. It does not
+-- wait for a job that is free meanwhile.
 -- Locks: the rows of queue.active_job and queue.finished that are free, by skip locked; then one of the
--- others, and so on. Each is free again at once, as its savepoint is rolled back. xmax is 0 if no transaction
--- has ever locked this version of the row.
+-- others, and so on. Each lock is released at once, as its savepoint is rolled back. xmax is 0 if no
+-- transaction has ever locked this version of the row.
 -- Why no wake-up is lost: a fetch that skips such a row looks again when the call announces what it has
 -- changed, or after its sleep, which is short.
 -- Two sessions: operate/change.frozen.spec.
@@ -154,9 +155,9 @@ begin
 end $$;
 
 -- Waits for the transaction that holds the admission lock, up to 2 s.
--- Locks: the admission lock, free again at once: not by _lock_admission, whose savepoint within this one
--- would have others wait for the end of this transaction. Why no wake-up is lost: the caller takes it next,
--- and admits what others have left to it.
+-- Locks: the admission lock, released at once. It does not use _lock_admission: its savepoint within this one
+-- would make others wait for the end of this transaction.
+-- Why no wake-up is lost: the caller takes the lock next, and admits what others have left to it.
 -- Raises: 55P03 after the caller's lock_timeout, if that is at most 2 s.
 create or replace function queue._await_admission()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -179,14 +180,14 @@ end $$;
 -- Locks, each waited for: the free queueing locks of finished jobs (p_retakes); claimed rows of
 -- queue.active_job and rows of queue.finished, in the order of ids; the admission lock.
 -- Why no deadlock: ends of claims take claimed rows in the order of ids, too, and all take the admission lock
--- after them. Who holds that lock or a key and wants one of these rows waits for half a second.
+-- after them. A session that holds that lock or a key, and wants one of these rows, waits for half a second.
 create or replace function queue._take_rows(p_ids bigint[], p_retakes boolean, out is_done boolean,
   out keyed bigint[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_timeout text;
 begin
-  v_timeout := queue._cap_lock_timeout('500ms');  -- here, so that it is undone with the rest
+  v_timeout := queue._cap_lock_timeout('500ms');  -- set here, so that it is undone with the rest
   keyed := case when p_retakes then queue._retake_queueing_locks(p_ids) end;
   perform from queue.active_job aj where aj.id = any (p_ids) and aj.claim is not null
   order by aj.id for no key update;
@@ -198,8 +199,8 @@ exception when lock_not_available or deadlock_detected then
   keyed := null;
 end $$;
 
--- Takes the free queueing locks of finished jobs that have never started, and returns the jobs that got one:
--- not those for which another call took it while this one waited.
+-- Takes the free queueing locks of finished jobs that have never started, and returns the jobs that got one.
+-- A job does not get it if another call took it while this one waited.
 -- Locks: the locks' rows, in their order, before anything else.
 create or replace function queue._retake_queueing_locks(p_ids bigint[])
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
@@ -286,7 +287,7 @@ begin
   elsif not exists (select from queue.finished f where f.id = p_id) and queue._is_gated(p_id) then
     situation := 'open';
   end if;
-  -- its claim may have ended since the first look: then its settlement has come with that
+  -- Its claim may have ended since the first look; then this look shows the settlement, too.
   situation := case when queue._is_unsettled(p_id) then 'busy' else situation end;
 end $$;
 
@@ -320,8 +321,8 @@ begin
   return v_state;
 end $$;
 
--- The outcome for each id, in the given order, each once. p_unkeyed: jobs whose queueing lock another job
--- has.
+-- The outcome for each id, in the given order, each id once. p_unkeyed: jobs whose queueing lock belongs to
+-- another job.
 create or replace function queue._change_results(p_ids bigint[], p_done bigint[],
   p_unkeyed bigint[] default null)
 returns table (id bigint, outcome text, error text)
@@ -340,7 +341,7 @@ end $$;
 create or replace function queue._set_purge_at(p_id bigint)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
-  -- not before now: a job whose transaction names this one as a need may not have committed yet (_safe_at)
+  -- Not before now: a job whose transaction names this one as a need may not have committed yet (_safe_at).
   update queue.finished f
   set purge_at = greatest(f.finished_at + x.retain, case when x.retain is not null then clock_timestamp() end)
   from (select queue._retention(p_id, null) as retain) x

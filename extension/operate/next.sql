@@ -1,7 +1,7 @@
 -- Claiming the next job without a worker.
 
 -- Locks, and why no wake-up is lost: as fetch. It needs a transaction of its own. The claim depends only on
--- its lease: its worker is removed at once.
+-- its lease, because its worker is removed at once.
 -- Raises: 22023, QJ008.
 create or replace function queue.next(queues text[] default null, ack boolean default false,
   lease interval default '20 minutes')

@@ -1,7 +1,7 @@
--- Pausing and resuming queues and tasks. A paused task is a gate: its jobs wait there. The jobs of a paused
--- queue stay in their lanes, from which no worker claims them (queue.lane, paused_until; work/claim.sql).
--- Which call applies: base/queue_names.sql. A pause that ends by time wakes workers by _next_due
--- (work/maintenance.sql).
+-- Pausing and resuming queues and tasks. A paused task is a gate, at which its jobs wait. The jobs of a
+-- paused queue stay in their lanes, from which no worker claims them (queue.lane, paused_until;
+-- work/claim.sql). base/queue_names.sql says which call applies. A pause that ends by time wakes workers by
+-- _next_due (work/maintenance.sql).
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 create or replace function queue.pause(queue text default null, until timestamptz default null,
@@ -96,8 +96,8 @@ begin
 end $$;
 
 -- Records and applies a call of resume, and deletes earlier calls that it covers: without a task, also those
--- of tasks. A call of resume is kept only as long as there is a pause, of more queues, that it is an
--- exception to: else each queue that was ever resumed beside a pause would slow down admission for ever.
+-- of tasks. A call of resume is kept only while it is an exception to a pause of more queues. Otherwise each
+-- queue that was ever resumed beside a pause would slow down admission for ever.
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008; the caller has checked the isolation level.
 create or replace function queue._end_pause(p_queue text, p_task text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
@@ -146,7 +146,7 @@ begin
   where p_queue is null or queue._matches(l.queue, p_queue);
 end $$;
 
--- Puts jobs of a paused task before its gate: those that wait there get the new time.
+-- Puts jobs of a paused task before its gate. Those that wait there already get the new time.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. Why no job is missed:
 -- as _add_pause. Why no wake-up is lost: as _return_to_pause.
 create or replace function queue._pause_task(p_task text, p_queue text, p_until timestamptz)
@@ -160,7 +160,7 @@ begin
                 where j.id = w.id and j.task = p_task
                   and (p_queue is null or queue._matches(j.queue, p_queue)));
   perform queue._return_to_pause(p_task, p_queue, p_until);
-  -- ready jobs of the task leave queue.active_job, so that fetch does not meet them
+  -- Ready jobs of the task leave queue.active_job, so that fetch does not meet them.
   v_ids := array(
     select aj.id from queue.active_job aj join queue.job_now j on j.id = aj.id
     where j.task = p_task and aj.claim is null
@@ -202,7 +202,7 @@ end $$;
 -- ended and is not settled yet (pending settlement) reaches the gate itself (_pass_gates).
 -- Why no wake-up is lost: other tasks' jobs that waited behind these for a slot of a key get it, or wait for
 -- the key's rate, here.
--- Why none is forgotten: resume finds rows of queue.waiting, and _admit_due finds them at their time. Two
+-- Why no job is forgotten: resume finds rows of queue.waiting, and _admit_due finds them at their time. Two
 -- sessions: operate/pause.fetch.spec.
 create or replace function queue._return_to_pause(p_task text, p_queue text, p_until timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker

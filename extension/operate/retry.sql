@@ -36,16 +36,16 @@ end $$;
 comment on function queue.retry(bigint[], boolean, text, jsonb) is
   'Runs jobs again: finished ones (failed, cancelled, succeeded), and at once those that wait for a retry,'
     ' sleep, or wait for a signal or event. The counters of failures, crashes and yields are reset; a step'
-    ' that has failed for good runs again, unless the handler has gone on to another since. A finished job'
-    ' that never started keeps its scheduled_at. A running job, or one whose expires_at has passed, is'
+    ' that has failed for good runs again, unless the handler has gone on to another one since. A finished'
+    ' job that never started keeps its scheduled_at. A running job, or one whose expires_at has passed, is'
     ' refused (QJ003) without force; with force the running claim is lost. A job that has never started is'
     ' refused (QJ004) while another job holds its queueing lock. from_step: a finished step, from which the'
-    ' job continues; that step and those that finished later are forgotten. A wait that is forgotten does not'
-    ' give back the signal that it took. A job without that step is refused (QJ009). changes: as in the'
-    ' options of fail, retry_at or retry_in (the time, in place of at once), and priority, queue and lock (as'
-    ' it is, not a template; empty text for none). In its new lock the job has the place of its id. A job'
-    ' that is refused does not change. Returns a row for each id: the new state in outcome, or an error with'
-    ' its state.';
+    ' job continues; that step and those that finished later are forgotten. A wait that is forgotten does'
+    ' not give back the signal that it took. A job without that step is refused (QJ009). changes: as in the'
+    ' options of fail, retry_at or retry_in (when to run, instead of at once), and priority, queue and lock'
+    ' (as it is, not a template; empty text for none). In its new lock the job has the place of its id. A'
+    ' job that is refused does not change. Returns a row for each id: the new state in outcome, or an error'
+    ' with its state.';
 
 -- Locks and errors: as retry.
 create or replace function queue.retry_failed(task text default null, queue text default null,
@@ -86,13 +86,14 @@ comment on function queue.retry_failed(text, text, integer, bigint) is
     ' NULL: of all. It retries at most max_jobs, which is at most 1,000; if it returns that many rows, call'
     ' it again with the last id as after_id.';
 
--- The outcome for each id, in the given order. If a step is given (p_step, p_no), a job that runs again
--- forgets it and those after it, before it goes through its gates. p_changes: the result of _check_changes,
--- also written before it does; a finished job is in no lock, so it just joins the other one. A job that has
--- never started takes its queueing lock again, and is refused (QJ004) if another job holds it.
+-- Returns the outcome for each id, in the given order. If a step is given (p_step, p_no), a job that runs
+-- again forgets it and those after it, before it goes through its gates. p_changes: the result of
+-- _check_changes, which is written before that, too; a finished job is in no lock, so it just joins the other
+-- one. A job that has never started takes its queueing lock again, and is refused (QJ004) if another job
+-- holds it.
 -- Locks: those of _lock_rows, with the free queueing locks of its jobs.
 -- Why no job comes back without its key: jobs that ended while this waited for the admission lock are checked
--- again under it. What else others may change meanwhile is looked at under it, too: whether a job has still
+-- again under it. So is everything else that others may have changed meanwhile: whether a job has still
 -- failed, and whether the caller may still use its queue.
 -- Two sessions: operate/retry.cancel_key.spec, operate/retry.lock.spec, operate/retry.twice.spec.
 create or replace function queue._retry(p_ids bigint[], p_force boolean, p_call text, p_args jsonb,
@@ -141,7 +142,7 @@ begin
       continue when v_job.is_key_free;  -- it has ended while this waited
       v_unkeyed := v_unkeyed || v_job.id;
     elsif v_job.is_finished then
-      -- it may have ended meanwhile, and another call may hold its row and wait for the admission lock
+      -- It may have ended meanwhile, and another call may hold its row and wait for the admission lock.
       perform from queue.finished f where f.id = v_job.id for update skip locked;
       continue when not found;
       perform queue._forget_steps(v_job.id, p_step, p_no);
@@ -174,7 +175,7 @@ begin
   return query select r.id, r.outcome, r.error from queue._change_results(p_ids, v_done, v_unkeyed) r;
 end $$;
 
--- Ends the claim of a running job that is to run again, and tells its worker; false: another session is
+-- Ends the claim of a running job that is to run again, and tells its worker. False: another session is
 -- ending it. With a step (p_step, p_no) the job forgets it, and those after it. Settling makes the changes
 -- (p_change), after it has released what the claim held under the old names.
 -- Locks: the caller holds the admission lock; the claim's row of queue.active_job by skip locked.
@@ -194,9 +195,10 @@ begin
   return true;
 end $$;
 
--- Deletes a step of a job, and all that were finished later or only begun. The jobs that these steps awaited
--- hold the job no longer. A wait for jobs ends its claim, so it is the last step of that. Without a step
--- (p_name is NULL) a step that has failed for good runs again, unless the handler has gone on to another one.
+-- Deletes a step of a job, and all that were finished later or were only begun. The job no longer waits for
+-- the jobs that these steps awaited. A wait for jobs ends its claim, so it is that claim's last step. Without
+-- a step (p_name is NULL) a step that has failed for good runs again, unless the handler has gone on to
+-- another one.
 -- Locks: the caller holds the admission lock, and the job's row of queue.active_job or queue.finished, if
 -- there is one. Why no wake-up is lost: nobody waits for a step, and the caller sends the job through its
 -- gates afterwards.
@@ -223,9 +225,9 @@ begin
   end if;
 end $$;
 
--- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates; jobs that
+-- Makes finished jobs unfinished: they join their locks by their old ids, and go through the gates. Jobs that
 -- need them and have passed that gate go back to wait, and pass their deadlines on. p_at, p_change: as in
--- _take_back; they are in no lock yet, so the changes come first.
+-- _take_back; the changes come first, while the jobs are in no lock yet.
 -- Locks: the caller holds the admission lock and the rows of queue.finished; rows of queue.active_job by skip
 -- locked.
 create or replace function queue._requeue_finished(p_ids bigint[], p_at timestamptz, p_change jsonb)

@@ -4,7 +4,7 @@
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 -- Why it takes effect at once: ready jobs get tags by the new weight, which lie before the old ones: one
 -- slice here, and one with each admission (admit/retag.sql).
--- Why no wake-up is lost: it makes no job ready; the cursor tells the next admission that there is more to
+-- Why no wake-up is lost: it makes no job ready. The cursor tells the next admission that there is more to
 -- do.
 create or replace function queue.configure_share(pattern text, options jsonb)
 returns void language plpgsql volatile parallel unsafe security definer
