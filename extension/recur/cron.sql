@@ -1,4 +1,4 @@
--- Cron expressions: their meaning, and their next runs, which _cron_next (recur/cron_next.sql) computes.
+-- Cron expressions: their meaning, and their next runs (_cron_next, recur/cron_next.sql).
 --
 -- _cron_parse turns the text into eight numbers, which may be stored and passed to _cron_next later:
 --   [1]     seconds between the runs of `every ...`; 0 for cron fields, which follow as bit masks:
@@ -43,8 +43,8 @@ begin
   end loop;
 end $$;
 comment on function queue.next_runs(text, text, timestamptz, int) is
-  'Returns the next n runs of a cron expression in a time zone, ascending, later than after: fewer if the'
-    ' others are after the year 9999.';
+  'Returns the next n runs of a cron expression in a time zone, ascending, later than after. It returns'
+    ' fewer if the others are after the year 9999.';
 
 -- Parses an expression.
 -- Raises: 22023, naming the field and what is allowed there.
@@ -222,9 +222,9 @@ begin
     'It never runs: in %s the clocks skip every time that it names.', timezone));
 end $$;
 
--- Refuses unknown time zones, and names that PostgreSQL accepts as zones but that are not: abbreviations,
--- which mean one offset all year (CET would have no summer time), and POSIX rules (UTC+3 would be three hours
--- behind UTC).
+-- Refuses unknown time zones. It also refuses names that PostgreSQL accepts but that are no zones:
+-- abbreviations, which mean one offset all year (CET would have no summer time), and POSIX rules (UTC+3 would
+-- be three hours behind UTC).
 -- Raises: 22023.
 create or replace function queue._check_timezone(timezone text)
 returns void language plpgsql stable parallel unsafe security invoker as $$

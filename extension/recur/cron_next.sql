@@ -23,11 +23,11 @@ begin
   end if;
 end $$;
 
--- The first run later than the whole second `after` of an expression with fixed times: each matching local
--- time runs once, at the first instant at which clocks have reached it. For every time in a gap that is the
--- first instant after the gap; for a repeated time it is its first pass. So a local time is still to come if
--- it is later than any that clocks have shown up to `after`; if clocks were set back just before, that is not
--- the time that they show at `after`.
+-- The first run later than the whole second `after` of an expression with fixed times. Each matching local
+-- time runs once, at the first instant at which clocks have reached it: for every time in a gap that is the
+-- first instant after the gap, for a repeated time its first pass. So a local time is still to come if it is
+-- later than any that clocks have shown up to `after`. If clocks were set back just before, they have shown
+-- later times than the one at `after`.
 create or replace function queue._cron_next_fixed(cron bigint[], timezone text, after timestamptz)
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 declare
@@ -44,7 +44,7 @@ begin
   end if;
   v_local := queue._cron_local(cron, v_local + interval '1 second');
 
-  -- PostgreSQL reads a repeated time as the second one, and a time in a gap by the old offset
+  -- PostgreSQL reads a repeated time as the second one, and a time in a gap by the old offset.
   v_run := v_local at time zone timezone;
   v_offset := (v_run at time zone timezone) - (v_run at time zone 'UTC');
   v_earlier := v_run - interval '24 hours';
@@ -173,7 +173,7 @@ declare
   v_by_week bigint := cron[7] & 127;
   v_week bigint;
 begin
-  -- the mask's week, rotated to begin on the weekday of the 1st, five times
+  -- The mask's week, rotated to begin on the weekday of the 1st, five times.
   v_by_week := (((v_by_week | (v_by_week << 7)) >> v_weekday) & 127) * 270549121;
   if cron[7] > 127 then
     for v_nth in 1..5 loop

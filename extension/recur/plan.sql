@@ -1,8 +1,8 @@
--- Planning: the due runs of a schedule, and what happens to each: also to those that were missed while no
--- worker or server was up. What makes sure that each run happens at most once: recur/schedules.sql.
+-- Planning: which runs of a schedule are due, and what happens to each, also to those that were missed while
+-- no worker or server was up. recur/schedules.sql says why each run happens at most once.
 
--- What to do at p_now with the runs from p_first on: those to skip and why (the first 10; the last of these
--- stands for all up to skipped_to), those to run (at most 100), and the next one after that.
+-- Says what to do at p_now with the runs from p_first on: those to skip and why (the first 10; the last of
+-- these stands for all up to skipped_to), those to run (at most 100), and the next one after these.
 create or replace function queue._plan_runs(
   p_parsed bigint[], p_timezone text, p_first timestamptz, p_now timestamptz, p_catch_up text,
   p_max_delay interval,
@@ -10,7 +10,7 @@ create or replace function queue._plan_runs(
   out next_run_at timestamptz)
 language plpgsql stable parallel safe security invoker as $$
 declare
-  -- with catch_up none the last run still counts as in time if a busy worker may not have reached it
+  -- With catch_up none, a run still counts as in time if a busy worker may just not have reached it.
   v_grace constant interval := case when p_catch_up = 'none' then interval '15 s' end;
   v_limit constant timestamptz := p_now - least(p_max_delay, v_grace);
   v_run_at timestamptz := p_first;
@@ -19,7 +19,7 @@ begin
   skips := '{}';
   runs := '{}';
   if p_first > p_now then
-    -- the clock was set back
+    -- The clock was set back.
     next_run_at := p_first;
     return;
   end if;
@@ -28,8 +28,8 @@ begin
     runs := array[p_first];
     return;
   end if;
-  -- runs before v_run_at are skipped
-  if p_catch_up <> 'all' and next_run_at <= p_now then
+  -- Runs before v_run_at are skipped.
+  if p_catch_up = 'latest' and next_run_at <= p_now then
     skipped := 'missed';
     v_run_at := queue._last_run(p_parsed, p_timezone, next_run_at, p_now);
     next_run_at := queue._cron_next(p_parsed, p_timezone, v_run_at);
@@ -59,8 +59,8 @@ begin
   next_run_at := nullif(v_run_at, 'infinity');
 end $$;
 
--- The last run up to p_to; p_from is a run.
--- Each round halves the remaining time, so that it takes no longer for a year of runs each second.
+-- The last run up to p_to; p_from is a run. Each round halves the remaining time, so a year of runs each
+-- second takes no longer.
 create or replace function queue._last_run(p_parsed bigint[], p_timezone text, p_from timestamptz,
   p_to timestamptz)
 returns timestamptz language plpgsql stable parallel safe security invoker as $$

@@ -2,11 +2,11 @@
 --
 -- A schedule's row says which run is the next that has not been handled (next_run_at). Admission
 -- (admit/admission.sql) finds the row when it is due, defers the job or records why not, and sets next_run_at
--- to a later run, all in one transaction under the admission lock (recur/runs.sql). next_run_at always lies
--- after last_run_at, which only ever rises, and a run that queue.schedule_run has recorded is not run again
--- (_run_schedules). So there is at most one job for (name, run_at), however often schedules are checked, and
--- whatever the clock does. Rows of queue.schedule are written only under the admission lock; rows of
--- queue.schedule_run never change, and are pruned.
+-- to a later run, all in one transaction under the admission lock (recur/runs.sql).
+-- Why there is at most one job for (name, run_at), however often schedules are checked, and whatever the
+-- clock does: next_run_at always lies after last_run_at, which only ever rises, and a run that
+-- queue.schedule_run has recorded is not run again (_run_schedules). Rows of queue.schedule are written only
+-- under the admission lock; rows of queue.schedule_run never change, and are pruned.
 
 -- Locks: the admission lock, waited for, only if something changes. Raises: 22023, QJ008.
 create or replace function queue.schedule(
@@ -91,10 +91,10 @@ begin
 end $$;
 comment on function queue.schedule(text, text, text, jsonb, text, jsonb) is
   'Defers a job at each run of a cron expression in a time zone, with scheduled_for in its args. Calling it'
-    ' again with the same arguments has no effect; other arguments change the schedule at once. Returns the'
-    ' next run, NULL if disabled. options: those of defer but parent, queue, priority, lock, queueing_lock,'
-    ' concurrency_key, concurrency_limit, deadline (an interval from the time of the run), and catch_up (none'
-    ' | latest | all), max_delay (1 second to 4,000 years), overlap (allow | skip), enabled, source.';
+    ' again with the same arguments has no effect; other arguments take effect at once. Returns the next'
+    ' run, NULL if disabled. options: those of defer but parent, queue, priority, lock, queueing_lock,'
+    ' concurrency_key, concurrency_limit, deadline (an interval from the time of the run), and catch_up'
+    ' (none | latest | all), max_delay (1 second to 4,000 years), overlap (allow | skip), enabled, source.';
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 create or replace function queue.unschedule(name text)
@@ -155,11 +155,12 @@ begin
   return v_next_run_at;
 end $$;
 comment on function queue.enable_schedule(text, boolean) is
-  'Enables or disables a schedule, until queue.schedule changes it. It runs from now on; missed runs are'
-    ' not made up for. Returns the next run, NULL if disabled.';
+  'Enables or disables a schedule, until queue.schedule changes it. An enabled schedule runs from now on;'
+    ' missed runs are not made up for. Returns the next run, NULL if disabled.';
 
--- Locks: as defer; then the admission lock, waited for. If this transaction holds the last already, from an
--- earlier call, keys that another one has taken are waited for up to 500 ms: nobody gets jobs meanwhile.
+-- Locks: as defer; then the admission lock, waited for. If this transaction already holds the admission lock,
+-- from an earlier call, it waits at most 500 ms for keys that another transaction has taken: nobody gets jobs
+-- meanwhile.
 -- Raises: as defer; 22023 if there is no such schedule; QJ008; 55P03 after those 500 ms.
 -- Two sessions: operate/change.again.spec.
 create or replace function queue.run_now(name text)
@@ -186,7 +187,7 @@ begin
   insert into queue.schedule_run (name, run_at, decided_at, job_id, is_manual)
   values (run_now.name, v_run_at, clock_timestamp(), v_id, true)
   on conflict on constraint schedule_run_pkey do nothing;
-  -- overlap looks at the last job alone, so one that is unfinished stays it
+  -- overlap looks at the last job alone, so if that is unfinished, it stays the last one.
   update queue.schedule s set last_job_id = v_id
   where s.name = run_now.name and not exists (select from queue.job j where j.id = s.last_job_id
     and not exists (select from queue.finished f where f.id = j.id));
@@ -248,7 +249,7 @@ begin
       perform queue._fill(v_key, v_options ->> v_key, v_args);
     end if;
   end loop;
-  -- the task may have a limit by the time of a run, or an idempotency_key for unique_for
+  -- By the time of a run, the task may have a limit, or an idempotency_key for unique_for.
   perform queue._check_concurrency(v_options ->> 'concurrency_key',
     coalesce((v_options ->> 'concurrency_limit')::integer, 1), v_options -> 'concurrency');
   perform queue._fill('concurrency_key', c ->> 'key', v_args)
@@ -265,8 +266,8 @@ begin
   perform queue._invalid('no such schedule', 'queue.schedules lists them.', 'name: ' || left(name, 200));
 end $$;
 
--- Records that the runs from p_run_at to p_now were skipped, as their schedule was changed or disabled: in
--- one row, of the first of them.
+-- Records that the runs from p_run_at to p_now were skipped, because their schedule was changed or disabled:
+-- in one row, that of the first run.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._note_changed(p_name text, p_parsed bigint[], p_timezone text,
   p_run_at timestamptz, p_now timestamptz, p_change text)
@@ -281,7 +282,7 @@ begin
   on conflict on constraint schedule_run_pkey do nothing;
 end $$;
 
--- Prepares a change of a schedule. Its due_at may not lie before the cursor's, as it could after the clock
+-- Prepares a change of a schedule. Its due_at must not lie before the cursor's, which could be if the clock
 -- was set back.
 -- Locks: the admission lock, waited for.
 create or replace function queue._lock_schedules()
