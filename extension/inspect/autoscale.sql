@@ -2,7 +2,7 @@
 -- Tests: inspect/stats.sql.
 
 -- The jobs that ended in the last 5 minutes tell how many slots they kept busy, and how long a job takes.
--- Running jobs may be one of hours among many of seconds, so they count only if none has ended.
+-- Running jobs count only if none has ended, because one of hours may run among many of seconds.
 -- Raises: 22023.
 create or replace function queue.autoscale_hint(within interval default '1 minute')
 returns table (queue text, ready bigint, running bigint, workers bigint, per_second numeric, run_for interval,

@@ -1,8 +1,8 @@
 -- The jobs that a search may find: by an index if there is one.
 -- Tests: inspect/search.sql.
 
--- The newest jobs below an id that may be in a state (NULL: any), newest first: from the table of jobs in
--- that state, and from jobs that are not admitted yet.
+-- The newest jobs below an id that may be in a state (NULL: any), newest first. It reads the table of jobs in
+-- that state, and jobs that are not admitted yet.
 create or replace function queue._candidates(p_state text, p_before bigint, p_n integer)
 returns bigint[] language plpgsql stable parallel safe security invoker as $$
 declare
@@ -61,7 +61,7 @@ declare
 begin
   v_ids := array(
     select j.id
-    -- not by job_now, which would look each of them up in the log again
+    -- This does not use job_now, which would look each of them up in the log again.
     from (select j.id, j.lock from queue.job j where j.id < p_before order by j.id desc limit 20000) j
     left join lateral (select s.lock from queue.job_override s where s.id = j.id offset 0) s on true
     left join lateral (
@@ -103,7 +103,7 @@ returns bigint[] language plpgsql stable parallel safe security invoker as $$
 declare
   v_ids bigint[];
 begin
-  -- if there are many, enough of them are among the newest
+  -- If there are many, enough of them are among the newest.
   v_ids := array(
     select aj.id
     from (select aj.id, aj.claim from queue.active_job aj where aj.id < p_before
@@ -130,7 +130,7 @@ declare
   v_found record;
   v_ids bigint[];
 begin
-  -- they can't be read by id; if there are many, enough of them are among the newest jobs
+  -- They can't be read by id. If there are many, enough of them are among the newest jobs.
   if (select count(*) from (select from queue.unadmitted a limit 1001) a) > 1000 then
     select k.next_xid, k.in_flight into v_found from queue.cursor_now k;
     v_ids := array(
@@ -156,8 +156,8 @@ begin
     order by a.id desc limit p_n);
 end $$;
 
--- Whether a job that is not admitted yet may be in a state. A replaced job may be in another state than the
--- one it was deferred in.
+-- Whether a job that is not admitted yet may be in a state. A replacement may have put it into another state
+-- than the one it was deferred in.
 create or replace function queue._may_be_in_state(p_state text, p_id bigint, p_flags smallint,
   p_scheduled_at timestamptz, p_needs bigint[])
 returns boolean language plpgsql stable parallel safe security invoker as $$

@@ -1,7 +1,7 @@
 -- Checking invariants: queue.check() checks whether the tables agree with each other.
 -- Tests: admit/restore.sql, operate/change.sql.
 
--- Every violated invariant. It reads one snapshot; a sound database gives no row.
+-- Returns every violated invariant. It reads one snapshot; a sound database gives no row.
 create or replace function queue.check()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel unsafe security definer rows 10
@@ -137,7 +137,7 @@ begin
       where m.id = j.id and m.lock = j.lock);
 end $$;
 
--- Invariants, for queue.check().
+-- Invariants of needs, for queue.check().
 create or replace function queue._check_need_rows()
 returns table (problem text, id bigint, detail text)
 language plpgsql stable parallel safe security invoker rows 10 as $$

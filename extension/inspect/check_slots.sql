@@ -47,8 +47,8 @@ begin
                     and (queue._rate_room(s.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
                       >= s.ready::bigint + least(coalesce(w.weight, 1), s.rate_limit)) is not false
                     and not w.is_marked
-                    -- a heavy job, or one before it, has waited for the rate, and the next admission passes
-                    -- on what they leave
+                    -- A heavy job, or one before it, has waited for the rate. The next admission passes on
+                    -- what they leave.
                     and not exists (select from queue.waiting h join queue.waiting b
                       on b.reason = 'slot' and b.key = h.key and b.lane = h.lane and b.at is not null
                       where h.reason = 'slot' and h.key = s.key and h.weight is not null)

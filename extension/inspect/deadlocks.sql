@@ -1,9 +1,10 @@
--- Jobs that wait for each other. A yield after which they would is refused (admit/cycles.sql), unless the
--- cycle leads over several locks; and a job may get another lock afterwards.
+-- Jobs that wait for each other. A yield that would cause this is refused (admit/cycles.sql), unless the
+-- cycle leads over several locks. A job may also get another lock afterwards.
 
--- Checks whether jobs wait for each other. Each waits for one other at a time, so after enough steps whoever
--- has not come to an end is on a cycle; each round below doubles the steps. Reads the 10,000 oldest jobs that
--- wait, of these 1,000 that have a lock and wait for a need, and from there 5,000 jobs.
+-- Checks whether jobs wait for each other. Each job waits for one other at a time, so a job from which enough
+-- steps lead to no end is on a cycle, or waits for one. Each round below doubles the steps. It reads the
+-- 10,000 oldest jobs that wait, of these 1,000 that have a lock and wait for a need, and from there 5,000
+-- jobs.
 create or replace function queue._health_of_deadlocks()
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 1 as $$

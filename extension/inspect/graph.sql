@@ -40,7 +40,7 @@ comment on function queue.graph(bigint) is
     ' needs, -2 for their needs, 1 for jobs that need it, and so on, by the shortest path.';
 
 -- Every job that a job needs, or that needs it, recursively, itself included, and its distance. A walk that
--- carried the distance would reach a job once per path. So it carries only ids, and reaches them nearest
+-- carried the distance would reach a job once per path. So it carries only ids, and reaches the nearest jobs
 -- first: then a job is one step farther than the first job that led to it.
 create or replace function queue._walk(p_id bigint, p_dependents boolean)
 returns table (id bigint, depth integer) language plpgsql stable parallel safe security invoker rows 20 as $$

@@ -40,7 +40,7 @@ begin
     select h.name, h.status, h.detail, h.fix from queue._health_of_server(p_now) h;
 end $$;
 
--- Checks whether the code fits the tables, and nobody else fills these.
+-- Checks whether the code fits the tables, and whether anybody else fills these.
 create or replace function queue._health_of_version()
 returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 1 as $$
@@ -64,7 +64,7 @@ returns table (name text, status text, detail text, fix text)
 language plpgsql stable parallel safe security invoker rows 4 as $$
 declare
   v_facts record;
-  -- workers that have been silent since before it count as dead only dead_after later, as for reap
+  -- Workers that have been silent since before it count as dead only dead_after after it, as for reap.
   v_up_since timestamptz := queue._up_since();
   v_is_waiting boolean;
   v_unadmitted constant text[] := array(select u.queue from queue._overdue_unadmitted(p_now) u);
@@ -84,7 +84,7 @@ begin
   from (select w.*, w.gone_at is null and w.last_seen_at + w.dead_after < p_now
           and w.last_seen_at < v_up_since and v_up_since + w.dead_after >= p_now as is_awaited
         from queue.worker w) w;
-  -- before the era has begun no worker has come at all (_up_since)
+  -- Before the era has begun, no worker has come at all (_up_since).
   v_is_waiting := v_facts.awaited > 0 and v_up_since < p_now;
   status := case
     when v_facts.dead > 0 or v_facts.alive = 0 and v_facts.jobs > 0 and not v_is_waiting then 'fail'
@@ -125,8 +125,8 @@ begin
 end $$;
 
 -- The queues of ready jobs that nobody has admitted for 5 seconds, one row for each job, among the first
--- 20,000 new jobs. It leaves the backlog out, which is being admitted: the view queue.unadmitted reads it,
--- and took seconds beside 170 parts.
+-- 20,000 new jobs. It leaves out the backlog, which is being admitted: with that, as in the view
+-- queue.unadmitted, it took seconds beside 170 parts.
 create or replace function queue._overdue_unadmitted(p_now timestamptz)
 returns table (queue text)
 language plpgsql stable parallel safe security invoker rows 1000 as $$

@@ -142,7 +142,7 @@ begin
     (select j.created_at from queue.job j order by j.id desc limit 1),
     (select max(aj.claimed_at)
       from (select aj.claimed_at from queue.active_job aj order by aj.id desc limit 1000) aj),
-    -- the others follow the clock within seconds, but schedules wait
+    -- The others follow the clock within seconds, but schedules wait.
     (select max(s.last_run_at) from queue.schedule s where s.is_enabled)) - p_now as ahead
       into v_facts;
   status := case when v_facts.ahead > interval '1 minute' then 'fail'

@@ -1,5 +1,6 @@
--- Listing jobs, oldest first. To plan the view queue.jobs takes milliseconds; a function's plan is kept for
--- the session, also where statements can't be prepared: behind a pooler, or where transactions roll back.
+-- Listing jobs, oldest first. To plan a query of the view queue.jobs takes milliseconds. A function's plan is
+-- kept for the session, even where statements can't be prepared: behind a pooler, or where transactions roll
+-- back.
 
 -- Raises: 22023.
 create or replace function queue.list_jobs(after bigint default 0, max_jobs integer default 100)
@@ -26,7 +27,7 @@ begin
     order by j.id limit list_jobs.max_jobs;
 end $$;
 comment on function queue.list_jobs(bigint, integer) is
-  'Returns jobs as in queue.jobs, oldest first, from the one that follows after: the last id of a page'
-    ' gives the next page. Planning a query of queue.jobs takes milliseconds; this keeps its plan.'
-    ' A transaction that deferred earlier may commit later, so a job with a smaller id may still appear.'
-    ' Sensitive args (register_task) read *** for all but the owner.';
+  'Returns jobs as in queue.jobs, oldest first, with ids above after: pass the last id of a page to get the'
+    ' next page. To plan a query of queue.jobs takes milliseconds; this keeps its plan. A transaction that'
+    ' deferred earlier may commit later, so a job with a smaller id may still appear. Sensitive args'
+    ' (register_task) read *** for all but the owner.';

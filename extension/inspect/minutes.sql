@@ -116,8 +116,8 @@ begin
   end if;
 end $$;
 
--- The middle of the class in which this share of the times is reached; NULL if there are none. p_classes: the
--- classes that have times, ascending; p_counts: how many.
+-- The middle of the class at which this share of the times is reached; NULL if there are none. p_classes: the
+-- classes that have times, ascending; p_counts: how many times each has.
 create or replace function queue._percentile(p_classes bigint[], p_counts bigint[],
   p_share double precision)
 returns interval language plpgsql immutable parallel safe security invoker as $$

@@ -2,10 +2,10 @@
 -- long as its job (work/retention.sql).
 --
 -- A waiting client appends a row to queue.awaited and raises queue.awaited_seq to the job's id. A session
--- that ends a job looks for such rows only if its id is at most the sequence's last value: an end that nobody
--- waits for costs only that read. Neither waits for the other. Some ends may be missed, and polling covers
--- them: an end that is in progress while the row is appended, and a second client that raises the sequence at
--- the same time.
+-- that ends a job looks for such rows only if the job's id is at most the sequence's last value. So an end
+-- that nobody waits for costs only that read. Neither session waits for the other. Two kinds of ends may be
+-- missed: one that is in progress while the row is appended, and one for which a second client raises the
+-- sequence at the same time. Polling covers them.
 
 -- Raises: QJ001.
 create or replace function queue.result(id bigint)
@@ -76,7 +76,7 @@ begin
     if await_result.id > (select s.last_value from queue.awaited_seq s) then
       perform setval('queue.awaited_seq', await_result.id);
     end if;
-    -- often at first, because an end may be in progress
+    -- Often at first, because an end may be in progress.
     wait_for := least(greatest(v_now - coalesce(v_since, v_now), interval '20 ms'), interval '5 s');
     if not queue._may_notify() then
       wait_for := least(wait_for, interval '1 s');
@@ -87,6 +87,6 @@ begin
   return next;
 end $$;
 comment on function queue.await_result(bigint) is
-  'Returns the same as result, and how to wait for a job that has not finished: LISTEN on channel (NULL:'
-    ' no notification will come) and call again; if the job still has not finished, wait for a notification'
-    ' for at most wait_for and call again. Both are NULL once the job has finished.';
+  'Returns the same as result, and how to wait for a job that has not finished: LISTEN on channel (NULL: no'
+    ' notification will come) and call again; if the job still has not finished, wait up to wait_for for a'
+    ' notification and call again. Both are NULL once the job has finished.';

@@ -1,7 +1,7 @@
 -- Searching and listing jobs, newest first, in pages: the cost of a call is bounded, however many jobs there
 -- are.
 
--- Reads jobs from the newest that is older than `before` until max_jobs are found or max_bytes are read. Then
+-- Reads jobs from the newest that is older than `before` until it has found max_jobs or read max_bytes. Then
 -- the last row has no id, and next_id is the next value of `before`. Each job counts as the bytes that were
 -- read of it, at least 100 (1,000 if only its state did not match), so that a call ends soon even if nothing
 -- matches.
@@ -47,7 +47,8 @@ begin
       from unnest(v_ids) with ordinality u (id, n)
       cross join lateral (select j.* from queue.job_now j where j.id = u.id offset 0) j
       cross join lateral (
-        -- cut before the pattern is compared, so that nobody finds out by it what is hidden
+        -- This is cut before the pattern is compared, so that nobody can use the pattern to find out what is
+        -- hidden.
         select queue._mask_args(v_hidden -> j.task,
             coalesce(queue._replacement(u.id, j.flags) -> 'args', j.args)) as args,
           (search.queue is null or queue._matches(j.queue, search.queue))
@@ -74,7 +75,7 @@ begin
     end if;
     exit when v_found >= search.max_jobs or v_looked >= search.max_bytes;
     continue when v_is_cut;
-    exit when cardinality(v_ids) < v_n;  -- fewer than it asked for: there are no others
+    exit when cardinality(v_ids) < v_n;  -- it got fewer than it asked for: there are no others
     v_before := v_ids[v_n];  -- a candidate whose job was deleted is not among the rows
     v_n := case when v_bytes > 10000 then 10 else least(v_n * 2, 500) end;
   end loop;
@@ -126,7 +127,7 @@ comment on function queue.get(bigint, text) is
     ' sensitive value (register_task) gives *** to all but the owner.';
 
 -- Returns what search says of these jobs, in their order; with a state, only of those in it. One query reads
--- them all: to begin one of queue.jobs takes as long as to read twenty of its rows.
+-- them all: to start one of queue.jobs takes as long as to read twenty of its rows.
 create or replace function queue._found_jobs(p_ids bigint[], p_bytes integer[], p_state text, p_pattern text,
   p_by text, p_path jsonpath, p_hidden jsonb)
 returns table (id bigint, queue_name text, task_name text, job_state text, reason text, priority integer,
@@ -218,7 +219,7 @@ begin
   return case when v_at > 0 then substr(v_text, greatest(v_at - 60, 1), 200) end;
 end $$;
 
--- A text as it stands in JSON, without its quotes.
+-- A text as it appears in JSON, without its quotes.
 create or replace function queue._escaped(p_text text)
 returns text language plpgsql immutable parallel safe security invoker as $$
 begin

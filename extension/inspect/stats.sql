@@ -1,6 +1,6 @@
 -- Statistics: how many jobs there are, and how fast they run.
 
--- Cost: it reads unfinished jobs, failed ones, and those that ended within the hour, not the rest.
+-- Cost: it reads unfinished jobs, failed ones, and those that ended within the hour.
 create or replace function queue.stats()
 returns table (
   queue text, task text, scheduled bigint, waiting bigint, upstream_failed bigint, blocked bigint,

@@ -1,5 +1,5 @@
--- Checking triggers that defer jobs: PostgreSQL does not call a trigger when it is created, so a mistake in
--- one would first be met by the rows of an application.
+-- Triggers that defer jobs. PostgreSQL does not call a trigger when it is created, so without these checks
+-- its faults would show only at the rows of an application.
 
 -- Raises: 22023.
 create or replace function queue.check_triggers(of_table regclass default null)
@@ -20,7 +20,7 @@ comment on function queue.check_triggers(regclass) is
     ' that defer would refuse at each row, such as an unknown option or a {field} that is no column. Call it'
     ' after create trigger.';
 
--- The triggers that would refuse each row, with the first fault of each. What rows hold it can't foresee.
+-- The triggers that would refuse each row, with the first fault of each. It can't foresee what rows contain.
 create or replace function queue._faulty_triggers(p_table regclass)
 returns table (name text, fault text)
 language plpgsql stable parallel unsafe security invoker rows 1 as $$
@@ -65,7 +65,7 @@ begin
   return v_args;
 end $$;
 
--- p_is_early: it only sees rows whose stored generated columns are not computed yet.
+-- p_is_early: the trigger only sees rows whose stored generated columns are not computed yet.
 -- Raises: 22023 if defer would refuse each row of the table.
 create or replace function queue._check_trigger(p_table oid, p_name text, p_is_row boolean,
   p_is_early boolean, p_args text[])
@@ -93,7 +93,7 @@ begin
       'Say by idempotency_key which calls count as the same, for example "invoice:{id}".');
   end if;
   perform queue._check_moment('deadline', queue._timestamp('deadline', v_given -> 'deadline'), true);
-  -- keys of the trigger replace the task's
+  -- Keys of the trigger replace the task's.
   v_keys := (queue._check_concurrency(v_given ->> 'concurrency_key',
     coalesce((v_given ->> 'concurrency_limit')::integer,
       case when v_given ->> 'concurrency_key' <> '' then v_task.limits[1] end),

@@ -84,8 +84,8 @@ comment on function queue.why(bigint) is
   'Explains why a job is not running: the job that holds its lock, the jobs that use its key, its needs,'
     ' how long it is paused or scheduled, or that no live worker serves its queue.';
 
--- When the timeout or lease of a claim ends or has ended, that its timeout has passed, or that its worker has
--- gone; empty text without any of these.
+-- When the timeout or lease of a claim ends or has ended, that its timeout has passed, or that its worker is
+-- gone; empty text if none of these applies.
 create or replace function queue._why_running(p_id bigint, p_claim bigint)
 returns text language plpgsql stable parallel safe security invoker as $$
 begin
@@ -108,8 +108,8 @@ begin
         and not exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own)), '');
 end $$;
 
--- How many of the starts in its queue and priority a job's share has had, for queue.why(): of at most 10,000
--- running jobs and 10,000 that have ended.
+-- How many of the starts in its queue and priority a job's share has had, for queue.why(). It counts at most
+-- 10,000 running jobs and 10,000 that have ended.
 create or replace function queue._why_share(p_id bigint)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
@@ -210,7 +210,7 @@ begin
     order by a.claim desc limit 1), '');
 end $$;
 
--- Claims whose timeout has passed, and which their worker has extended since because it could not end the
+-- Claims whose timeout has passed and that their worker has extended since, because it could not end the
 -- handler.
 create or replace function queue._overdue()
 returns table (id bigint,

@@ -57,9 +57,8 @@ begin
       and least(s.free - least(k.weight, s.slots), s.rate_room - least(k.weight, s.rate_limit)) < 0);
 end $$;
 
--- What a waiting job's key lacks: its rate, the slots that running jobs use or waiting ones have reserved, or
--- those of a job before it. Of the ready jobs before it, it finds one that is among the first 10,000 of the
--- lane.
+-- What a waiting job's key lacks: its rate, or slots that running jobs use, that waiting jobs have reserved,
+-- or that a job before it gets first. It finds a ready job before it only among the first 10,000 of the lane.
 create or replace function queue._why_no_slot(p_id bigint, p_key text)
 returns text language plpgsql stable parallel unsafe security invoker as $$
 declare
