@@ -44,16 +44,17 @@ begin
   return v_timeout;
 end $$;
 
--- Locks: the admission lock. Without p_wait it gives up at once if another session has it.
+-- Takes the admission lock. Without p_wait it gives up at once if another session has it.
+-- Locks: the admission lock.
 -- The holder must not idle: the server ends a session that stays idle in this transaction for 10 s, or sooner
--- if its idle_in_transaction_session_timeout is lower. Nor may it wait long for others: with p_wait, as
--- operations have it, lock_timeout is at most 10 s for the rest of the transaction. The setting
--- pgdefer.admits tells later calls of the transaction that it holds the lock (_has_admission).
--- It waits in parts of 2 s: PostgreSQL lets a session wait for the holder's whole transaction if the holder
--- took the lock in a savepoint that it has released, even if it then rolls back an outer one; others wait
--- behind that session. If that holder then waits for the lock again, they wait for each other: such a
--- deadlock is over with this part, so only a second one is raised. 2 s is longer than deadlock_timeout's
--- default; with a longer one only the holder finds a deadlock.
+-- if its idle_in_transaction_session_timeout is lower. Nor may it wait long for others: with p_wait, which
+-- operations use, lock_timeout is at most 10 s for the rest of the transaction. The setting pgdefer.admits
+-- tells later calls of the transaction that it holds the lock (_has_admission).
+-- It waits in parts of 2 s. If the holder took the lock in a savepoint that it has released, PostgreSQL lets
+-- a session wait for the holder's whole transaction, even if the holder then rolls back an outer savepoint;
+-- others wait behind that session. If that holder then waits for the lock again, they wait for each other.
+-- Such a deadlock is over with this part, so only a second one is raised. 2 s is longer than
+-- deadlock_timeout's default; with a longer deadlock_timeout only the holder finds a deadlock.
 -- The server counts a session as idle only once its client has closed the pipeline, and never while it sends.
 -- So a waiter looks after each part, and ends a holder that it has found waiting for its client five times.
 -- Raises: 55P03 at the end of the part in which lock_timeout passes; 40P01.
@@ -106,11 +107,11 @@ begin
   return true;
 end $$;
 
--- The other session or prepared transaction that holds the admission lock; since: when its transaction began,
+-- The other session or prepared transaction that holds the admission lock. since: when its transaction began,
 -- NULL if its role's sessions are hidden from the owner. The row names the transaction that took the lock. If
--- a savepoint took it and was released, the row names only that: then it is the one with holder_lock, which
--- comes with the admission lock and goes with it. Any role may take holder_lock, but not the lock on the
--- table, which all who try to get the row have.
+-- a savepoint took it and was released, the row names only that savepoint. Then the holder is the session
+-- with holder_lock, which comes with the admission lock and goes with it. Any role may take holder_lock, but
+-- not the lock on the table, which all who try to get the row have.
 create or replace function queue._admission_holder(out pid integer, out role text, out state text,
   out application text, out since timestamptz)
 language plpgsql stable parallel safe security invoker as $$
@@ -136,8 +137,8 @@ end $$;
 
 -- Ends the session that holds the admission lock if five looks in a row have found the same: it is not idle,
 -- waits for its client, and has got no message since. (A client that reads a long answer slowly looks the
--- same; one that copies does not.) p_seen, p_times: what the last look has found, and how often.
--- Nothing is found if the owner may not see that session, and health names one that the owner may not end.
+-- same; one that copies does not.) p_seen, p_times: what the last look has found, and how often. If the owner
+-- may not see that session, nothing is found; if the owner may not end it, health names it.
 -- Locks: none. Why no wake-up is lost: the transaction of the session that it ends is rolled back as a whole.
 -- Two sessions: tests/py/races/test_frozen.py.
 create or replace function queue._end_stalled(p_seen text, p_times integer, out seen text, out times integer)
@@ -145,7 +146,7 @@ language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_pid integer;
 begin
-  perform pg_stat_clear_snapshot();  -- else all looks of a transaction show what the first one has seen
+  perform pg_stat_clear_snapshot();  -- otherwise all looks of a transaction show what the first one saw
   select a.pid, concat_ws(' ', a.pid, a.backend_start, a.state_change, c.bytes_processed) into v_pid, seen
   from queue._admission_holder() h
   join pg_stat_activity a on a.pid = h.pid
@@ -180,7 +181,7 @@ begin
   begin
     perform from queue.admission for update;
   exception when lock_not_available or deadlock_detected then
-    null;  -- a deadlock: with deadlock_timeout below 50 ms, and an operator who waits for one of our claims
+    null;  -- a deadlock with an operator who waits for one of our claims, if deadlock_timeout is below 50 ms
   end;
   perform set_config('lock_timeout', v_timeout, true);
   return queue._lock_admission(false);  -- also if it has the row: that notes who holds the lock

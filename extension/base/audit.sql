@@ -2,9 +2,9 @@
 -- transaction of the call. A call that raises leaves none, as it has changed nothing.
 --
 -- There are four kinds of functions:
--- * Functions that only operators or the owner may call write a row each time they return, even if they
---   refused all ids, or if what they were asked for was so already, as when a held job is held: the row says
---   what was before. There are two exceptions: next if it finds no job, and configure if it sets nothing.
+-- * Functions that only operators or the owner may call write a row each time they return: also if they
+--   refused all ids, or had nothing to change, as when a held job is held. The row says what was before.
+--   There are two exceptions: next if it finds no job, and configure if it sets nothing.
 -- * Functions that programs call as they start (schedule, unschedule, register_task) write a row if they
 --   change something, whatever the caller's role.
 -- * Functions that workers call too (succeed, fail, release, retry_later, extend, tick, reap) write a row if
@@ -12,8 +12,8 @@
 -- * Functions that programs of all kinds call (signal, publish) write a row if the caller may operate and is
 --   not a worker (_is_operator).
 --
--- Locks: none for which another session waits. Rows are only appended, and only their number is unique. Why
--- no wake-up is lost: nobody waits for the audit.
+-- Locks: none for which another session waits. Rows are only appended, and only their number is unique.
+-- Why no wake-up is lost: nobody waits for the audit.
 
 -- Appends the row. p_args: the call's arguments without the ids; NULLs are omitted.
 create or replace function queue._audit(p_call text, p_args jsonb, p_queues text[] default null,
@@ -28,8 +28,8 @@ begin
 end $$;
 
 -- Appends the row of a call that changed these jobs. p_before: the result of _jobs_before. Jobs that were
--- alike share one entry, which has their ids unless it is for all jobs. p_queue: another queue that the call
--- affected.
+-- alike share one entry, which has their ids unless it applies to all jobs. p_queue: another queue that the
+-- call affected.
 create or replace function queue._audit_jobs(p_call text, p_args jsonb, p_ids bigint[], p_before jsonb,
   p_queue text default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -119,7 +119,8 @@ begin
       from queue.queue_config c where c.queue = p_name), '{}');
 end $$;
 
--- Removes rows that are older than that. Only the owner may do this: others could hide their own calls.
+-- Removes rows that are older than p_older_than. Only the owner may do this: others could hide their own
+-- calls.
 -- Locks: the rows, by skip locked. Raises: 22023 without an age, 42501.
 create or replace function queue._prune_audit(p_max_rows integer, p_older_than interval)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$

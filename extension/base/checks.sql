@@ -12,8 +12,8 @@ begin
   end if;
 end $$;
 
--- Raises: 22023 unless value, which may be NULL, is a list without NULL: array_position can't search nested
--- arrays.
+-- Raises: 22023 unless value, which may be NULL, is a plain list without NULL. A nested array is refused,
+-- because array_position can't search it.
 create or replace function queue._check_list(what text, value text[])
 returns void language plpgsql immutable parallel safe security invoker as $$
 begin
@@ -101,8 +101,8 @@ begin
   end if;
 end $$;
 
--- The interval of a JSON value, given as text or as a number of seconds. Text that begins with a minus is
--- refused, because its meaning depends on the setting IntervalStyle.
+-- The interval of a JSON value, given as text or as a number of seconds. It refuses text that begins with a
+-- minus, because its meaning depends on the setting IntervalStyle.
 -- Raises: 22023 if it is not an interval, or one that can't be added to every time.
 create or replace function queue._interval(what text, value jsonb)
 returns interval language plpgsql stable parallel unsafe security invoker as $$
@@ -165,7 +165,7 @@ begin
     begin
       return (value #>> '{}')::timestamptz;
     exception when others then
-      null;  -- as any other value
+      null;  -- refused below, as any other value
     end;
   end if;
   perform queue._invalid(what || ' is not a timestamp',
@@ -193,7 +193,7 @@ begin
     return true;
   end if;
   select i.max_size into v_most from queue.installation i;
-  -- a digit, three bytes in a list, is stored in twelve bytes
+  -- A list of one-digit numbers takes twelve stored bytes for each three bytes of text.
   v_size := case when pg_column_size(value) / 5 > v_most then pg_column_size(value) / 5
     else queue._text_size(value, v_most) end;
   if v_size > v_most then
@@ -204,8 +204,8 @@ begin
   return true;
 end $$;
 
--- The number of bytes of args and headers as text, if args take more than 2,000, else NULL: fetch counts with
--- this.
+-- The number of bytes of args and headers as text, if args take more than 2,000, else NULL. fetch uses it to
+-- count the size of its answer.
 -- Raises: 22023 if they are larger than queue.configure allows.
 create or replace function queue._size_of(args jsonb, headers jsonb)
 returns integer language plpgsql stable parallel unsafe security invoker as $$
@@ -222,9 +222,9 @@ begin
   return null;
 end $$;
 
--- The number of bytes of JSON as text, or some number above p_most as soon as it is known to exceed that. A
--- number of 10 bytes may print 131,072 digits (1e131071). So large numbers are measured first, one by one,
--- and never all made text together.
+-- The number of bytes of JSON as text. As soon as this is known to exceed p_most, it returns some number
+-- above that. A number of 10 bytes may print 131,072 digits (1e131071). So large numbers are measured first,
+-- one by one, and never turned into text all together.
 create or replace function queue._text_size(p_value jsonb, p_most integer)
 returns bigint language plpgsql immutable parallel unsafe security invoker as $$
 declare
@@ -239,7 +239,7 @@ begin
   end loop;
   return octet_length(p_value::text);
 exception when program_limit_exceeded or out_of_memory then
-  -- a text of 1 GB, or nested too deeply to measure
+  -- The text would take 1 GB, or is nested too deeply to measure.
   return greatest(v_size, p_most + 1::bigint);
 end $$;
 
@@ -277,14 +277,14 @@ declare
 begin
   begin
     v_path := p_path::jsonpath;
-    -- a template is read only if it is text
+    -- A template of datetime is read only if its input is text.
     perform jsonb_path_query('"x"', ('$.datetime(' || t[1] || ')')::jsonpath, '{}', true)
     from regexp_matches(v_path::text, replace('[.]datetime[(]("(?:~~.|[^"~~])*")[)]', '~', chr(92)), 'g') t;
   exception when syntax_error or data_exception or feature_not_supported or program_limit_exceeded then
     perform queue._invalid('not a jsonpath',
       'Write it as in $.items[*] ? (@.price > 3); quote odd names: $."a b".', sqlerrm);
   end;
-  -- it is shown with quotes around all names and texts
+  -- As text, a jsonpath has quotes around all names and texts.
   if strpos(regexp_replace(v_path::text, replace('"(?:~~.|[^"~~])*"', '~', chr(92)), '""', 'g'), '$""') > 0
     then
     perform queue._invalid('a jsonpath may not contain variables',

@@ -5,12 +5,14 @@
 -- new era begins with an installation, and whenever the present era may not be the one stored in
 -- queue.installation: both sequences jump before the first claim or worker of that era gets its number. These
 -- end an era:
---   a start of the server: a restart, a restore, a point in time, a standby, which has its own start;
+--   a start of the server: a restart, a restore (also to a point in time), or a standby, which has its own
+--     start;
 --   a recovery within one start, after a crash of one process: it resets all statistics;
 --   a copy of the database: its number changes;
 --   a copy of the row, by a dump or replication: the row's xmin differs from the one written in it.
--- Without one of these nothing is lost. An unnecessary era does no harm, but on a promoted server workers
--- count as alive for dead_after once more (_up_since). So pg_stat_reset_shared of one kind begins none.
+-- Without one of these nothing is lost. An unnecessary era does no harm, except that on a promoted server
+-- workers count as alive for dead_after once more (_up_since). So pg_stat_reset_shared of one kind begins
+-- none.
 --
 -- The target of the jump: the clock in microseconds, and at least 2^32 past the last known number; plus a
 -- random number up to 2^32 (_era_start). Suppose that an era begins at b and uses n numbers, and that a later
@@ -26,9 +28,9 @@
 -- first worker has come, does not look at the era. Ids that a lossy failover has lost are used for other
 -- jobs.
 
--- Identifies the present era, except for the row's xmin. It is exact whatever extra_float_digits is. A
--- recovery resets the statistics of the background writer and of the archiver, a call of pg_stat_reset_shared
--- one of them: the earlier of the two changes only with both.
+-- Identifies the present era, except for the row's xmin. It does not depend on extra_float_digits. A recovery
+-- resets the statistics of the background writer and of the archiver. A call of pg_stat_reset_shared resets
+-- one of them. So the earlier of the two times changes only if both were reset.
 create or replace function queue._era()
 returns text language plpgsql stable parallel safe security invoker as $$
 begin
@@ -45,6 +47,7 @@ begin
   return exists (select from queue.installation i where i.era = p_era and i.written = i.xmin);
 end $$;
 
+-- Begins the present era.
 -- Locks: the caller holds the admission lock, or has just created the tables. Other sessions that take
 -- numbers meanwhile know the ending era: they will not take 2^32 of them, so no sequence is set back.
 create or replace function queue._begin_era(p_era text)
@@ -68,10 +71,10 @@ begin
     + (random() * 4294967296)::bigint;
 end $$;
 
--- Since when workers can reach the server, so that their silence tells something: since its start; since the
--- era began if it was promoted, or the last era was of the same start, as before a recovery, because nobody
--- knows when that was done; since all workers were found silent at once (work/silence.sql). The first worker
--- that comes begins the era. Before that no worker counts as dead.
+-- Since when workers can reach the server, so that their silence means something: since the server's start;
+-- or since the era began, if the server was promoted, or if the last era was of the same start (then a
+-- recovery came between, and nobody knows when it was done); or since all workers were found silent at once
+-- (work/silence.sql). The first worker that comes begins the era. Before that no worker counts as dead.
 create or replace function queue._up_since()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 begin

@@ -1,4 +1,4 @@
--- Errors: each has a stable SQLSTATE and a fixed message. DETAIL has the ids, HINT the remedy.
+-- Errors: each has a stable SQLSTATE and a fixed message. DETAIL has the ids, HINT says what to do.
 -- Tests: base/checks.sql, base/permissions.sql.
 
 -- Raises: 22023, always. A detail may contain the caller's values, so it is cut.

@@ -1,8 +1,8 @@
 -- Installing: the extension contains only code; the tables are ordinary objects, which install() creates.
 
--- Locks: if there are tables, as migrate, and then exclusive ones of tables that were restored from another
--- encoding (_require_utf8). Else only the owner's sessions can hold it up: the first table, whose name both
--- want, makes it wait for another installer, and it then finds the tables.
+-- Locks: if there are tables, as migrate, and then exclusive locks on tables that were restored from another
+-- encoding (_require_utf8). If there are none, only the owner's sessions can hold it up: it waits for another
+-- installer at the first table, whose name both want, and then finds the tables.
 create or replace function queue.install()
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -41,10 +41,10 @@ comment on function queue.version() is
 
 -- Drops every ordinary object that install made.
 -- Locks: exclusive locks on all tables and views, the admission lock's table first. Running sessions lock
--- them in other orders: so it waits for them for 100 ms at a time, a hundred times, and a failed try releases
+-- them in other orders. So it waits for them for 100 ms at a time, a hundred times, and a failed try releases
 -- all, before the deadlock check runs (deadlock_timeout).
--- Raises: 22023 without force, and if that is NULL and there are jobs; QJ008 if it is NULL: an older snapshot
--- would not show all jobs; 55P03.
+-- Raises: 22023 without force, and if force is NULL and there are jobs; QJ008 if force is NULL: an older
+-- snapshot would not show all jobs; 55P03.
 create or replace function queue.uninstall(force boolean default false)
 returns void language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
@@ -73,8 +73,9 @@ begin
 end $$;
 comment on function queue.uninstall(boolean) is
   'Removes the tables, the views and every job, and revokes what grant_access granted. Objects that depend'
-    ' on the views are dropped too; other objects in the schema stay. Needs force => true; NULL is enough if'
-    ' there are no jobs. Waits for running sessions (55P03 if that takes too long); later calls get QJ090.';
+    ' on the views are dropped, too; everything else in the schema stays. Needs force => true; NULL is'
+    ' enough if there are no jobs. Waits for running sessions (55P03 if that takes too long); later calls'
+    ' get QJ090.';
 
 create or replace function queue._refuse_to_uninstall()
 returns void language plpgsql stable parallel safe security invoker as $$
@@ -96,8 +97,8 @@ begin
   end loop;
 end $$;
 
--- Whether clients or tables of a release work with this code: it is of the same series (first two numbers) or
--- the one before.
+-- Whether clients or tables of a release work with this code: they do if the release is of the same series
+-- (first two numbers) or the one before.
 create or replace function queue._is_compatible(p_version text)
 returns boolean language plpgsql immutable parallel safe security invoker as $$
 declare
@@ -129,7 +130,8 @@ begin
   end if;
 end $$;
 
--- What an application has put into the schema stays. p_if_empty: it refuses if there are jobs.
+-- Drops the relations of the queue; what an application has put into the schema stays. p_if_empty: it refuses
+-- if there are jobs.
 -- Locks: those of uninstall.
 create or replace function queue._drop_tables(p_if_empty boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -155,7 +157,7 @@ begin
     end if;
   end if;
   if to_regclass('queue.access') is not null then
-    -- or roles that were restricted to some queues could do everything once there are tables again
+    -- Otherwise roles that were restricted to some queues could do everything once there are tables again.
     perform queue._revoke_all(x.role)
       from (select distinct a.role from queue.access a join pg_roles r on r.rolname = a.role) x;
   end if;

@@ -30,7 +30,8 @@ begin
     for v_try in 1 .. 100 loop
       begin
         perform set_config('lock_timeout', '100ms', true);
-        -- first, as workers' calls do: one that has it and waits for queue.log would be waited for in turn
+        -- This table comes first, as in workers' calls. A session that has it and waits for queue.log would
+        -- otherwise be waited for in turn.
         lock table queue.active_job in access exclusive mode;
         v_version := queue._migrate_tables(v_version);
         perform queue._set_version(v_version);
@@ -83,8 +84,8 @@ comment on function queue.migration() is
     ' transaction: large indexes, built concurrently. No rows: there are none. In psql, run them by select *'
     ' from queue.migration() with gexec in place of the semicolon.';
 
--- Indexes of migrations that are missing or invalid. is_large: building one at once would stop producers for
--- a noticeable time.
+-- Indexes of migrations that are missing or invalid. is_large: to build the index at once would stop
+-- producers for a noticeable time.
 create or replace function queue._missing_indexes()
 returns table (name text, statement text, is_large boolean, is_broken boolean)
 language plpgsql stable parallel safe security invoker rows 5 as $$
@@ -102,9 +103,9 @@ begin
       and v.n < array_position(queue._versions(), queue._tables_version());
 end $$;
 
--- What says that others still fill the tables, and what to do; NULL: nothing. pg_restore, and the script of
--- pg_dump, add a table's primary key after its rows; a subscription (p_also_subscribed) brings rows of its
--- publisher.
+-- The sign that others still fill the tables, and what to do about it; NULL if there is none. pg_restore, and
+-- the script of pg_dump, add a table's primary key after its rows. A subscription (p_also_subscribed) brings
+-- rows of its publisher.
 create or replace function queue._unrestored(p_also_subscribed boolean, out what text, out fix text)
 language plpgsql stable parallel safe security invoker as $$
 declare
@@ -131,8 +132,9 @@ begin
   end if;
 end $$;
 
--- For whoever comes first to a database: a worker that comes while a dump is being restored would run jobs of
--- which parts are missing, and never admit those that come later; one of a subscriber those of the publisher.
+-- Refuses the first caller that comes to a database whose tables are still being filled. During the restore
+-- of a dump, a worker would run jobs of which parts are missing, and never admit those that come later; in a
+-- subscriber, it would run those of the publisher.
 -- Raises: 55000, after which workers try again.
 create or replace function queue._check_restored(p_also_subscribed boolean default true)
 returns void language plpgsql stable parallel safe security invoker as $$
@@ -168,8 +170,8 @@ end $$;
 
 -- Inserts the rows of the tables that have one row each, where they are missing: in new tables, and after a
 -- restore without data. If there are jobs already, the new cursor has passed them all, so that none is
--- admitted twice; and the era ends as by a restore into another cluster (admit/restore.sql), which admits
--- the others.
+-- admitted twice; and the era ends as after a restore into another cluster (admit/restore.sql), which admits
+-- the other jobs.
 -- Locks: the caller holds queue.access, against others that do this.
 create or replace function queue._fill_tables()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -195,8 +197,8 @@ begin
   end if;
 end $$;
 
--- Records the version of the tables: in the row, and as the column's default, which is dumped without data
--- too.
+-- Records the version of the tables: in the row, and as the column's default, which is also in a dump without
+-- data.
 create or replace function queue._set_version(p_version text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

@@ -1,11 +1,11 @@
--- Every NOTIFY but that of the line (work/line.sql): to sleeping workers, to the worker of a claim, to
--- clients that wait for a result. Why no wake-up is lost: work/worker_sleep.sql. Its storm:
--- tests/py/races/test_wake_ups.py.
--- Tests: work/worker_sleep.sql, work/worker_sleep.lead_sleeper.spec, operate/cancel_hold.finish.spec.
+-- Sends every NOTIFY except that of the line (work/line.sql): to sleeping workers, to the worker of a claim,
+-- to clients that wait for a result. Why no wake-up is lost: work/worker_sleep.sql.
+-- Tests: work/worker_sleep.sql, work/worker_sleep.lead_sleeper.spec, operate/cancel_hold.finish.spec; many
+-- wake-ups at once: tests/py/races/test_wake_ups.py.
 
--- Whether to notify: not if the session or database has SET pgdefer.notify = off, and not if a session that
--- listens, but stays in a transaction, has let the server's queue of notifications fill up: then each COMMIT
--- that notifies fails, until somebody calls pg_notification_queue_usage, which removes what all have read.
+-- Whether to notify. Not if the session or database has SET pgdefer.notify = off. Nor if a session that
+-- listens, but stays in a transaction, has let the server's queue of notifications fill up: each COMMIT that
+-- notifies would fail, until somebody calls pg_notification_queue_usage, which removes what all have read.
 -- Locks: none. Qualified, like defer.
 create or replace function queue._may_notify()
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
@@ -25,7 +25,7 @@ end $$;
 
 -- Tells workers that a job may have become ready, if any worker may sleep. In the lead sleeper's own session
 -- the try proves nothing, because that session already holds the lock. It may be the worker's only
--- connection, which fetches while others sleep. So there this function always notifies.
+-- connection, which fetches while others sleep. So there it always notifies.
 -- Locks: the sleep lock, shared and by try.
 create or replace function queue._announce()
 returns void language plpgsql volatile parallel unsafe security invoker as $$

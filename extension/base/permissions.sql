@@ -1,5 +1,5 @@
--- Permissions: the functions (_function_grants) and views of each kind of role, on all queues or on some
--- (base/queue_access.sql).
+-- Permissions: which functions (_function_grants) and views each kind of role may use, on all queues or on
+-- some (base/queue_access.sql).
 
 -- Locks: queue.access, as migrate, and those of _switch_restriction. Raises: 22023, 55P03.
 create or replace function queue.grant_access(role text, kind text, queues text[] default null)
@@ -19,7 +19,7 @@ begin
   end if;
   perform queue._check_name('queue', q) from unnest(grant_access.queues) q;
   lock table queue.access in share row exclusive mode;
-  -- the grants of a dropped role with this name do not come back
+  -- The grants of a dropped role with this name do not come back.
   delete from queue.access a using pg_roles r
   where a.role = grant_access.role and r.rolname = a.role and not queue._has_usage(r.oid);
   perform queue._revoke_nameless() where found;
@@ -74,7 +74,7 @@ begin
   views := array(select w.name from queue._view_grants() w where kind = any (w.kinds));
 end $$;
 
--- The functions and views that a role restricted to some queues does not get, because they span queues.
+-- The functions and views that span queues, so a role restricted to some queues does not get them.
 create or replace function queue._unrestricted_only()
 returns text[] language plpgsql stable parallel safe security invoker as $$
 begin
@@ -108,8 +108,8 @@ begin
   execute format('revoke usage on schema queue from %I', p_role);
 end $$;
 
--- Revokes what ALTER DEFAULT PRIVILEGES of the owner gives to other roles, or PUBLIC: rights to its tables,
--- and to functions that no kind of role may call. It does so for all that the owner has in the schema.
+-- Revokes what ALTER DEFAULT PRIVILEGES of the owner gives to other roles or PUBLIC: rights to its tables,
+-- and to functions that no kind of role may call. It does so for everything that the owner has in the schema.
 -- Locks: the caller's, which are those of migrate.
 create or replace function queue._revoke_defaults()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -142,8 +142,8 @@ begin
   end loop;
 end $$;
 
--- Takes back what PUBLIC has after a restore without privileges (pg_restore --no-privileges): the right to
--- call every function, of roles that may enter the schema.
+-- Revokes what PUBLIC has after a restore without privileges (pg_restore --no-privileges): every role that
+-- may enter the schema could call every function.
 -- Locks: rows of pg_proc, if there is anything to revoke.
 create or replace function queue._revoke_public()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -160,8 +160,8 @@ begin
   end if;
 end $$;
 
--- After the rows of a role that no longer exists were deleted: it may have another name now. So it revokes
--- everything from roles without a row.
+-- Revokes everything from roles without a row of queue.access. It runs after the rows of a role that no
+-- longer exists were deleted, because that role may just have another name now.
 -- Locks: the caller's, which are those of migrate.
 create or replace function queue._revoke_nameless()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -183,13 +183,13 @@ begin
 end $$;
 
 -- Grants a role the rights in its rows of queue.access, and revokes those that a restricted role may not
--- have; from the owner nothing.
+-- have. It revokes nothing from the owner.
 create or replace function queue._regrant(p_role text)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_object record;
 begin
-  -- even if the role has it: all plans are remade afterwards (queue._unrestricted)
+  -- Even if the role has it already: this makes PostgreSQL remake all plans (queue._unrestricted).
   execute format('grant usage on schema queue to %I', p_role);
   for v_object in
     with wanted as (
@@ -211,9 +211,9 @@ begin
   end loop;
 end $$;
 
--- After an upgrade, or after the extension was dropped and created again. Rights of a dropped role do not
--- come back to another of its name. But if no role may enter the schema, only the tables were restored, and
--- all roles get their rights back.
+-- Restores the grants after an upgrade, or after the extension was dropped and created again. Rights of a
+-- dropped role do not come back to another role of its name. But if no role may enter the schema, only the
+-- tables were restored, and all roles get their rights back.
 -- Locks: the caller's, which are those of migrate; those of _switch_restriction.
 create or replace function queue._restore_grants()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -228,11 +228,11 @@ begin
   perform queue._switch_restriction();
 end $$;
 
--- Turns checks on when the first role is restricted, and off when none is. A barrier keeps filtering views
--- from showing hidden rows to a reader's own condition, at the cost of some plans.
+-- Switches the checks on when the first role is restricted, and off when none is. A barrier keeps filtering
+-- views from showing hidden rows to a reader's own condition, at the cost of some plans.
 -- Locks: those views. It waits for 100 ms at a time, a hundred times, because a transaction that has read a
--- view may stay open. Sessions that read a view meanwhile wait behind it for at most 100 ms. Operations that
--- hold the admission lock are among them.
+-- view may stay open. Sessions that read a view meanwhile, among them operations that hold the admission
+-- lock, wait behind it for at most 100 ms.
 -- Raises: 55P03.
 create or replace function queue._switch_restriction()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -247,10 +247,10 @@ begin
     create view queue.unrestricted as select true as is_unrestricted;
   end if;
   for v_try in 1 .. 100 loop
-    -- a failed try leaves none of them locked
+    -- A failed try leaves none of them locked.
     begin
       perform set_config('lock_timeout', '100ms', true);
-      -- a view that an upgrade has replaced has lost its barrier
+      -- A view that an upgrade has replaced has lost its barrier.
       for v_view in
         select c.relname from pg_class c
         where c.relnamespace = 'queue'::regnamespace
@@ -274,8 +274,8 @@ begin
   end loop;
 end $$;
 
--- The functions that roles of each kind may call. is_for_some: also those restricted to some queues. Those of
--- shards are there only in a shard (cluster/defer.sql).
+-- The functions that roles of each kind may call. is_for_some: also roles restricted to some queues. The
+-- functions of shards exist only in a shard (cluster/defer.sql).
 create or replace function queue._function_grants()
 returns table (name text, kinds text[], is_for_some boolean)
 language plpgsql immutable parallel safe security invoker rows 50 as $$

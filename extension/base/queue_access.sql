@@ -34,7 +34,7 @@ begin
     return coalesce(v_allowed, p_queues);
   elsif p_queues = '{}' or array_ndims(p_queues) > 1 or array_position(p_queues, null) is not null
     or '' = any (p_queues) then
-    return p_queues;  -- which the function rejects
+    return p_queues;  -- the function rejects these
   end if;
   select array_agg(x.queue order by x.n, x.queue) into v_queues
   from (
@@ -47,7 +47,7 @@ begin
   return v_queues;
 end $$;
 
--- Raises: QJ001 for a job of another queue, as if it did not exist.
+-- Raises: QJ001 for a job of another queue, as if the job did not exist.
 create or replace function queue._require_jobs(p_kinds text[], p_ids bigint[])
 returns void language plpgsql volatile parallel safe security invoker as $$
 declare
@@ -63,7 +63,7 @@ begin
   end if;
 end $$;
 
--- Raises: QJ007 if the worker serves queues that the caller may not use, as if it did not exist.
+-- Raises: QJ007 if the worker serves queues that the caller may not use, as if the worker did not exist.
 create or replace function queue._require_worker(p_worker bigint)
 returns void language plpgsql stable parallel safe security invoker as $$
 begin
@@ -134,11 +134,11 @@ declare
   v_other bigint;
   v_job record;
 begin
-  -- to read the log would make transactions in SERIALIZABLE that defer beside each other fail
+  -- This comes first: reading the log would make SERIALIZABLE transactions fail that defer at the same time.
   if v_allowed is null then
     return;
   end if;
-  -- for a job that existed before, only the queue counts
+  -- For a job that existed before, only the queue counts.
   select coalesce(j.queue, p_key_queue) as queue, x.is_new, j.queueing_lock,
     case when x.is_new then array_remove(j.needs || (j.options ->> 'parent')::bigint, null) end as others
       into v_job
@@ -193,14 +193,14 @@ begin
 end $$;
 
 -- The view queue.unrestricted, NULL without it: to_regclass at no cost, for functions that every job calls.
--- It is declared immutable, which it is not, so that the planner evaluates it once and puts the view into the
--- plan; a plan that contains a relation is remade when that is dropped. Use it as coalesce(v_none,
--- queue._unrestricted()) with a v_none that is NULL; otherwise the planner evaluates more, and the relation
--- is not in the plan. A plan made without the view keeps its NULL, so NULL means: check yourself. Everything
--- in it is qualified, because defer, which has no search_path, is planned with it.
--- Why no restriction is missed: a plan that was being made when the view was dropped may not notice; but
+-- It is declared immutable although it is not, so that the planner evaluates it once and puts the view into
+-- the plan; PostgreSQL remakes a plan that contains a relation when that is dropped. Use it as
+-- coalesce(v_none, queue._unrestricted()) with a v_none that is NULL; otherwise the planner evaluates more,
+-- and the relation is not in the plan. A plan made without the view keeps its NULL, so NULL means: check
+-- yourself. Every name in it is qualified, because defer, which has no search_path, is planned with it.
+-- Why no restriction is missed: a plan that was being made when the view was dropped may not notice this. But
 -- every grant_access also changes the rights on the schema (_regrant), after which PostgreSQL remakes all
--- plans, including those.
+-- plans, including such ones.
 create or replace function queue._unrestricted()
 returns pg_catalog.regclass language plpgsql immutable parallel safe security invoker as $$
 begin
@@ -236,7 +236,7 @@ begin
                 else format('It may use these: %s.', array_to_string(limits, ', ')) end;
 end $$;
 
--- One of these jobs whose queue is not allowed, if there is one. Settings: as _check_needs.
+-- Returns one of these jobs whose queue is not allowed, if there is one. Settings: as _check_needs.
 create or replace function queue._job_not_allowed(p_limits text[], p_ids bigint[])
 returns bigint language plpgsql stable parallel safe security invoker
 set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off

@@ -1,11 +1,11 @@
--- Sensitive args: values that nobody reads but the owner of the queue, and workers in the jobs that they
--- claim. register_task names them by paths. Everything that shows args puts *** in their place: views by
--- queue.hidden_paths and the macro masked, functions by _hidden_paths and _mask_args. They read the paths
+-- Sensitive args: values that only the owner of the queue can read, and workers in the jobs that they claim.
+-- register_task names them by paths. Everything that shows args puts *** in their place: views use
+-- queue.hidden_paths and the macro masked, functions use _hidden_paths and _mask_args. They read the paths
 -- when they show the args, so a change of a task's paths applies to all its jobs at once. A task without
--- paths costs nothing: a query that shows args looks once whether any task has some.
+-- paths costs nothing: a query that shows args looks once whether any task has paths.
 
--- The steps of each path, from a list of texts; NULL if there are none. A name is a text, an element [2] its
--- number, all elements [*] null.
+-- Parses a list of texts into the steps of each path; NULL if there are none. A name is a text, an element
+-- [2] its number, all elements [*] null.
 -- Raises: 22023.
 create or replace function queue._sensitive_paths(p_paths jsonb)
 returns jsonb language plpgsql immutable parallel unsafe security invoker as $$
@@ -31,7 +31,7 @@ begin
       perform queue._invalid('a sensitive path must be a text of 1 to 1,000 bytes',
         'Write it as in card.number or cards[*].number.', 'value: ' || left(v_item::text, 200));
     end if;
-    -- as PostgreSQL writes it: each name in quotes
+    -- Path as PostgreSQL writes it: each name in quotes.
     v_path := queue._jsonpath(case when v_text ~ '^[[:space:]]*([$]|(lax|strict)[[:space:]])' then v_text
       else '$.' || v_text end)::text;
     if v_path !~ replace('^[$][.]"(~~.|[^"~~])*"([.]"(~~.|[^"~~])*"|[[][*][]]|[[][0-9]{1,9}[]])*$', '~',
@@ -79,7 +79,7 @@ begin
   end if;
 end $$;
 
--- The defaults of a task, with the sensitive paths among its old defaults that they lack.
+-- Returns the new defaults of a task, with the sensitive paths that only its old defaults have.
 create or replace function queue._keep_paths(p_old jsonb, p_new jsonb)
 returns jsonb language plpgsql immutable parallel unsafe security invoker as $$
 declare
@@ -97,8 +97,8 @@ begin
   return p_new || jsonb_build_object('sensitive', v_old || v_added);
 end $$;
 
--- The sensitive paths of all tasks that have some, if the caller may not see what they lead to, else NULL. An
--- application that connects as the owner sets pgdefer.hide_sensitive for users who may not.
+-- The sensitive paths of all tasks that have some, if the caller may not see the args there, else NULL. An
+-- application that connects as the owner sets pgdefer.hide_sensitive for users who may not see them.
 create or replace function queue._hidden_paths()
 returns jsonb language plpgsql stable parallel safe security invoker as $$
 begin
@@ -109,7 +109,7 @@ begin
         or not pg_has_role(queue._caller(), current_user, 'usage')));
 end $$;
 
--- Args with *** in place of what paths lead to; as they are without paths.
+-- Returns args with *** in place of what the paths lead to; without paths it returns them unchanged.
 create or replace function queue._mask_args(p_paths jsonb, p_args jsonb)
 returns jsonb language plpgsql immutable parallel safe security invoker as $$
 begin
@@ -139,13 +139,13 @@ begin
       with recursive {{walk}} select w.path, w.value from walk w where w.rest = '[]') w
     where w.value = '"***"' and p_old #> w.path is distinct from '"***"') then
     perform queue._invalid('args contain *** in place of a sensitive value',
-      'Write the value, or leave the object or the whole array that holds it as it was shown.');
+      'Write the value itself, or leave the object or the whole array that holds it as it was shown.');
   end if;
   return v_args;
 end $$;
 
 -- Replaces each part of the new args that equals what was shown by its old value. It goes only as deep as
--- something is hidden, and at most p_depth levels: tagged values may be nested without end.
+-- something is hidden, and at most p_depth levels, because tagged values may be nested without end.
 create or replace function queue._restore_masked(p_new jsonb, p_old jsonb, p_shown jsonb, p_depth integer)
 returns jsonb language plpgsql immutable parallel safe security invoker as $$
 begin

@@ -29,7 +29,7 @@ begin
       configure.options -> 'unknown_task_grace'), i.unknown_task_grace)
   where jsonb_strip_nulls(configure.options) <> '{}';
   update queue.installation i set written = i.xmin
-  where v_is_of_era and i.written <> i.xmin;  -- it begins no era
+  where v_is_of_era and i.written <> i.xmin;  -- this begins no era
   select jsonb_build_object('max_size', i.max_size, 'unknown_task_grace', i.unknown_task_grace) into v_options
   from queue.installation i;
   perform queue._audit('configure', configure.options, p_before => v_before)
@@ -37,8 +37,8 @@ begin
   return v_options;
 end $$;
 comment on function queue.configure(jsonb) is
-  'Changes settings of the whole queue and returns all of them; absent keys keep their value. max_size:'
-    ' the limit, in bytes of JSON text, for args, options, the info of a worker and results; 16 MB by'
-    ' default; values stored in less than 2,000 bytes are not checked. unknown_task_grace: how long a job of'
-    ' a task that no worker knows goes back to other workers before it fails; 10 minutes by default, 0: it'
-    ' fails at once.';
+  'Changes settings of the whole queue and returns all of them; absent keys keep their value. max_size: the'
+    ' limit, in bytes of JSON text, for args, options, the info of a worker and results; 16 MB by default;'
+    ' values stored in less than 2,000 bytes are not checked. unknown_task_grace: for how long a job whose'
+    ' task no worker knows goes back to other workers before it fails; 10 minutes by default, 0: it fails at'
+    ' once.';
