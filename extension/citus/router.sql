@@ -1,11 +1,11 @@
--- A coordinator of Citus that routes: queue.defer in it defers in the shard of the job's key, in the caller's
--- transaction. Each shard is a complete queue in a node of Citus. Installed on demand, by a superuser, after
--- cluster/cluster.sql and queue.shard_start(NULL, shards), both with citus.enable_ddl_propagation off; then
--- queue.citus_start (docs/scaling.md).
+-- A coordinator of Citus that routes: its queue.defer defers in the shard of the job's key, in the caller's
+-- transaction. Each shard is a complete queue in a node of Citus. It is installed on demand, by a superuser,
+-- after cluster/cluster.sql and queue.shard_start(NULL, shards), both with citus.enable_ddl_propagation off;
+-- then comes queue.citus_start (docs/scaling.md).
 --
 -- A distributed function takes the jobs to their node. It is forcefully delegated: only then does Citus call
--- it inside of a transaction, and count the call as a change, so that it commits with the caller: by the
--- node's own commit if no other node was changed, else in two phases.
+-- it inside a transaction, and count the call as a change, so that it commits with the caller. If no other
+-- node was changed, the node's own commit does that; otherwise the commit has two phases.
 --
 -- PREPARE TRANSACTION refuses notifications, so the nodes send none: sleeping workers look every 5 seconds,
 -- or are woken by queue.wake after the commit.
@@ -133,10 +133,11 @@ begin
   return query select (v_done ->> n::text)::bigint from generate_series(1, jsonb_array_length(jobs)) n;
 end $$;
 comment on function queue.defer_many(jsonb) is
-  'Defers jobs in the shards of their keys, in the caller''s transaction: all or none. Returns the ids, each'
-    ' of its shard, in input order.';
+  'Defers jobs in the shards of their keys, in the caller''s transaction: all or none. Returns the ids in'
+    ' input order; each id is that of the job''s shard.';
 
--- Call it after the commit; in a transaction it is useless, as the jobs are not there yet. Locks: none.
+-- Call it after the commit: in the transaction it is useless, because the jobs are not there yet. Locks:
+-- none.
 create or replace function queue.wake()
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin

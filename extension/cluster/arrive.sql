@@ -1,9 +1,9 @@
--- Moving a slot to another shard (move_slot.sql): how its jobs get there, and the steps of the target and of
--- the end.
+-- Moving a slot to another shard (move_slot.sql): how its jobs get there, the steps of the target, and the
+-- end of the move in both.
 begin;
 
--- The number of the format in which jobs are carried. It rises with each change: a target takes only its
--- own.
+-- The number of the format in which jobs are carried. It rises with each change of the format: a target takes
+-- only its own.
 create or replace function queue.shard_format()
 returns integer language sql immutable set search_path = pg_catalog, pg_temp as $$ select 2 $$;
 
@@ -40,8 +40,9 @@ begin
   end if;
 end $$;
 
--- Target. Whether it may receive the slot: asked before the source lets it leave. False: it has all of it.
--- format: queue.shard_format() of the source. Locks: none. Raises: 22023 if it may not.
+-- Target. Whether it may receive the slot; the mover asks before it lets the slot leave the source. False:
+-- the target has all of it. format: queue.shard_format() of the source. Locks: none. Raises: 22023 if it may
+-- not.
 create or replace function queue.shard_may_receive(slot integer, source text, version bigint, format integer)
 returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
@@ -98,10 +99,11 @@ begin
   perform queue._shard_check((p_carried ->> 'slot')::integer, (p_carried ->> 'part')::integer);
 end $$;
 
--- Whether the carried part belongs to a move that is under way to here; false: to one that has ended here. A
--- mover that comes late may bring a part of it, which has arrived and may have left again.
--- Locks: the row of the move, for key share, until the transaction ends, so that it does not end meanwhile.
--- Raises: 22023 if it never came here, or the slot has moved on.
+-- Whether the carried part belongs to a move to this shard that has not ended. False: the move has ended
+-- here. A mover that comes late may bring a part of it that has arrived already, and may have left again.
+-- Locks: the row of the move, for key share, until the transaction ends, so that the move does not end
+-- meanwhile.
+-- Raises: 22023 if the slot never came here, or has moved on.
 create or replace function queue._shard_is_expected(p_slot integer, p_version bigint)
 returns boolean language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 begin
@@ -115,8 +117,8 @@ begin
   return found;
 end $$;
 
--- The job, without what its task's defaults here would add: it has had those of the source. What it lacks
--- gets the value that means none, if its task has a default for it and there is such a value.
+-- Returns the job so that its task's defaults here add nothing, because it has had those of the source. Where
+-- it lacks an option that its task has a default for, it gets the value that means none, if there is one.
 create or replace function queue._shard_without_defaults(p_job jsonb)
 returns jsonb language plpgsql stable security invoker set search_path = pg_catalog, pg_temp as $$
 declare
@@ -136,9 +138,9 @@ begin
     v_none || coalesce(nullif(p_job -> 'options', 'null'), '{}')) end;
 end $$;
 
--- Defers jobs that the source has accepted, also if they are larger than this queue allows.
--- Locks: if one may be, the row of queue.installation, as queue.configure; then as queue.defer_many. The row
--- must stay that of its era (base/era.sql). Raises: as queue.defer_many.
+-- Defers jobs that the source has accepted, even if they are larger than this queue allows.
+-- Locks: if a job may be too large, the row of queue.installation, as queue.configure; then as
+-- queue.defer_many. The row must stay that of its era (base/era.sql). Raises: as queue.defer_many.
 create or replace function queue._shard_defer(p_calls jsonb)
 returns bigint[] language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
@@ -172,12 +174,12 @@ begin
 end $$;
 
 -- Target. Defers the jobs of a piece, once: the row of the part counts its pieces in the same transaction,
--- and a second call waits for the first. They may run at once: they are older than those of the pieces that
--- follow, none of which can start in the source. Their signals come with them. Jobs with needs begin a call
--- of queue.defer_many, as the new ids of what they need are known by then. Returns how many it deferred, and
--- the receipt for queue.shard_part_gone.
--- Locks: as _shard_is_expected; that row; then as _shard_defer. No wake-up is lost: that notifies.
--- Raises: 22023; as that.
+-- and a second call waits for the first. The jobs may run at once: they are older than those of the pieces
+-- that follow, none of which can start in the source. Their signals come with them. A job with needs begins a
+-- new call of queue.defer_many, because the new ids of its needs are known by then. Returns how many jobs it
+-- deferred, and the receipt for queue.shard_part_gone.
+-- Locks: as _shard_is_expected; that row; then as _shard_defer. No wake-up is lost: _shard_defer notifies.
+-- Raises: 22023; as _shard_defer.
 create or replace function queue.shard_part_arrive(carried jsonb, out deferred integer, out receipt uuid)
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
@@ -227,8 +229,8 @@ begin
         where v_new ? e.need or s.id is not null)) order by j.n)
       from jsonb_array_elements(v_some) with ordinality j (job, n));
     v_ids := queue._shard_defer(v_calls);
-    -- An id of another transaction, or one given twice: a job here has the queueing lock or the idempotency
-    -- key. The one that arrives must not be lost, so it does without.
+    -- If an id is of another transaction, or comes twice, a job here has the queueing lock or the idempotency
+    -- key. The job that arrives must not be lost, so it is deferred without the key.
     for v_again in
       select x.n from (
         select u.n, u.id, row_number() over (partition by u.id order by u.n) as use
@@ -257,10 +259,10 @@ begin
   deferred := cardinality(v_all);
 end $$;
 
--- Source, after a piece arrived: forgets it, and takes out the next one. receipt: what
--- queue.shard_part_arrive has returned for it. Returns whether there is a next one to carry.
+-- Source. After a piece has arrived, forgets it and takes out the next one. receipt: what
+-- queue.shard_part_arrive has returned for the piece. Returns whether there is a next one to carry.
 -- Locks: the part's row; then as queue.delete. Nothing is lost: as _shard_cut.
--- Raises: 22023, 55000 (another job needs one of the next), 55P03 (a signal is on its way), QJ008.
+-- Raises: 22023, 55000 (another job needs a job of the next piece), 55P03 (a signal is on its way), QJ008.
 create or replace function queue.shard_part_gone(slot integer, part integer, receipt uuid)
 returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
@@ -283,7 +285,7 @@ begin
   delete from queue.shard_job s where s.slot = shard_part_gone.slot and s.part = shard_part_gone.part
     and s.id = any (v_sent);
   if not v_part.is_last then
-    -- without jobs, if they have ended meanwhile: the target waits for the last
+    -- The next piece has no jobs if they have ended meanwhile: the target waits for the last piece.
     perform queue._lock_rows(queue._shard_oldest(slot, part));
     perform queue._shard_cut(slot, part);
     return true;
@@ -302,10 +304,11 @@ set search_path = pg_catalog, pg_temp as $$
   order by p.part
 $$;
 
--- Target, then source, once all 4,096 parts are there. It ends also an earlier move, whose last step is
--- missing: a later version tells that the slot has moved on. Locks: rows of the map, for no key update: that
--- waits for no defer. One that was let in before finds the slot here in the target, and is refused
--- in the source, as it was by the part. Raises: 22023 before that, or if the slot is on no such move.
+-- Called in the target, then in the source, once all 4,096 parts are in the target. It also ends an earlier
+-- move whose last step is missing: a later version tells that the slot has moved on.
+-- Locks: rows of the map, for no key update: that waits for no defer. A defer that was let in before finds
+-- the slot here in the target; in the source it is refused, as the part already did. Raises: 22023 before the
+-- parts are there, or if the slot is on no such move.
 create or replace function queue.shard_moved(slot integer, version bigint)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin

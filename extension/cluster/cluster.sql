@@ -1,12 +1,12 @@
 -- Shards: several databases, each with a complete queue, and a map of keys to them (docs/scaling.md, ADR 11).
--- Installed on demand, as the owner of the queue: this file, defer.sql, move_slot.sql, leave.sql,
--- arrive.sql; in a database that only routes, this one. The same files again replace the functions and keep
--- the map.
+-- They are installed on demand, as the owner of the queue: this file, defer.sql, move_slot.sql, leave.sql,
+-- arrive.sql; in a database that only routes, this file alone. Running the same files again replaces the
+-- functions and keeps the map.
 -- Tests: tests/sql/cluster, tests/py/cluster.
 begin;
 
--- The databases. is_self: this one; none of them is, in a database that only routes. version: of the DSN; who
--- changes it raises it, and the highest is right.
+-- The databases. is_self: this one; a database that only routes has none. version: the version of the DSN.
+-- Whoever changes the DSN raises it; the row with the highest one is right.
 create table if not exists queue.shard (
   name text collate "C" not null,
   dsn text not null,
@@ -17,13 +17,13 @@ create table if not exists queue.shard (
 do $$ begin
   if not exists (select from pg_catalog.pg_attribute a
     where a.attrelid = 'queue.shard'::regclass and a.attname = 'version') then
-    alter table queue.shard add column version bigint not null default 1;  -- older ones have none
+    alter table queue.shard add column version bigint not null default 1;  -- older tables have none
   end if;
 end $$;
 
--- This database's copy of the map. The shard that gives a slot away raises the version: the highest is right.
--- is_plain: it is this shard's, and on no move. closed_until: a move waits for the row, so nobody else may
--- lock it until then.
+-- This database's copy of the map. The shard that gives a slot away raises the version; the row with the
+-- highest one is right. is_plain: the slot is this shard's, and on no move. closed_until: a move waits for
+-- the row, so nobody else may lock it until then.
 create table if not exists queue.shard_slot (
   slot integer not null,
   shard text collate "C" not null,
@@ -33,7 +33,7 @@ create table if not exists queue.shard_slot (
   constraint shard_slot_pkey primary key (slot)
 );
 
--- The slots on their way to or from this database. mover: the process that moves it, if it lives.
+-- The slots that move to or from this database. mover: the process that moves the slot, if it lives.
 create table if not exists queue.shard_move (
   slot integer not null,
   from_shard text collate "C" not null,
@@ -44,10 +44,10 @@ create table if not exists queue.shard_move (
   constraint shard_move_pkey primary key (slot)
 );
 
--- The parts of such a slot. In the source: here, leaving (in queue.shard_sent, not yet there) or gone; in the
--- target: arriving, arrived. piece: the number of the last piece, sent or arrived; is_last: there was no job
--- after it when it was taken out. receipt: what the target must return, before the source forgets what it has
--- sent. closed_until: as in queue.shard_slot.
+-- The parts of such a slot. state: in the source here, leaving (in queue.shard_sent, not yet in the target)
+-- or gone; in the target arriving or arrived. piece: the number of the last piece that was sent or has
+-- arrived. is_last: there was no job after it when it was taken out. receipt: what the target must return,
+-- before the source forgets what it has sent. closed_until: as in queue.shard_slot.
 create table if not exists queue.shard_part (
   slot integer not null,
   part integer not null,
@@ -60,8 +60,8 @@ create table if not exists queue.shard_part (
 );
 
 -- The jobs of a slot that moves away. Those that the move holds have the reason moving in queue.waiting.
--- is_ahead: held each by itself before the pause, and looked at then. new_id: in the target, where id is that
--- of the source.
+-- is_ahead: the job was held before the pause, by itself, and was checked then. In the target, id is the
+-- job's id in the source, and new_id its id here.
 create table if not exists queue.shard_job (
   slot integer not null,
   part integer not null,
@@ -70,7 +70,7 @@ create table if not exists queue.shard_job (
   new_id bigint,
   constraint shard_job_pkey primary key (slot, part, id)
 );
--- For the pause, which must not read the others.
+-- For the pause, which must not read the jobs held ahead.
 create index if not exists shard_job_here_idx on queue.shard_job (slot, part, id) where not is_ahead;
 
 -- Jobs that have left this database, until the other one has them.
@@ -156,7 +156,7 @@ $$;
 comment on function queue.shard_find(text) is
   'Returns the name of the shard that has a key, as far as this database knows; NULL while it is on its way.';
 
--- The jobs that have left this database, of which it does not know that they have arrived.
+-- The jobs that have left this database and, as far as it knows, have not arrived.
 create or replace function queue.shard_under_way()
 returns table (slot integer, target text, jobs bigint)
 language sql stable security definer set search_path = pg_catalog, pg_temp as $$
@@ -245,9 +245,9 @@ begin
     to_jsonb(v_names)));
 end $$;
 
--- Takes over what another copy of the map knows better. A slot on a move is decided by that alone, until a
--- copy has its version, or a later one: then the move is over (_shard_end).
--- self is for the first map that a new shard learns; later it may be left out.
+-- Takes over each slot and DSN of another copy of the map that is newer. While a slot is on a move, that move
+-- alone decides about it, until a copy has the move's version, or a later one: then the move is over
+-- (_shard_end). self is for the first map that a new shard learns; later it may be left out.
 -- Locks: if a move is over, those of _shard_end; rows of the map, for no key update: that waits for no defer.
 -- No wake-up is lost: as _shard_end. Raises: 22023; QJ008 (a move is over).
 create or replace function queue.shard_learn(map jsonb, self text default null)
@@ -279,7 +279,7 @@ begin
     join jsonb_array_elements(map -> 'slots') with ordinality s (entry, n) on s.n = r.slot + 1
     where (s.entry ->> 1)::bigint >= r.version order by r.slot
   loop
-    perform queue._shard_end(v_slot);  -- only a shard has moves, and this function
+    perform queue._shard_end(v_slot);  -- a database that only routes has no moves, and not this function
   end loop;
   insert into queue.shard (name, dsn, is_self, version)
   select s.key, s.value, coalesce(s.key = shard_learn.self, false),
@@ -302,11 +302,12 @@ begin
   return v_learnt;
 end $$;
 comment on function queue.shard_learn(jsonb, text) is
-  'Takes over each slot of a map (queue.shard_map) whose version is higher than in the own copy, and the'
-    ' DSNs in the same way. In a new shard, self is its name; it is refused where another one is known.'
-    ' Returns the number of slots that changed.';
+  'Takes over each slot of a map (queue.shard_map) whose version is higher than in this database''s copy,'
+    ' and the DSNs in the same way. In a new shard, self is its name; later a self with another name is'
+    ' refused. Returns the number of slots that changed.';
 
--- In a database that only routes, roles that may use the schema may ask; in a shard, those of defer.sql.
+-- In a database that only routes, roles that may use the schema may read the map; in a shard, those of
+-- defer.sql.
 revoke all on function queue.shard_start(text, jsonb), queue.shard_learn(jsonb, text),
   queue._shard_audit(text, jsonb, bigint[]), queue._shard_check_names(jsonb, text) from public;
 commit;

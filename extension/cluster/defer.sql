@@ -3,10 +3,11 @@ begin;
 
 -- Lets the transaction defer for keys, or refuses. Returns whether some of them are in slots that move away.
 -- Locks, until the transaction ends: the slots' rows of queue.shard_slot, for key share and by skip locked;
--- if a slot moves, also its parts' rows of queue.shard_part. So it never waits. A move takes the same
--- rows for update, which only the owner may; when it has one, it knows that every earlier job is committed.
--- The map is read after the locks are held, by other statements: hence READ COMMITTED. The statement that
--- locks would not do: for key share returns a row as it was, if another transaction has changed it meanwhile.
+-- if a slot moves, also its parts' rows of queue.shard_part. So it never waits. A move takes the same rows
+-- for update, which only the owner may do; when it has one, it knows that every earlier job is committed.
+-- The map is read after the locks are held, by other statements, which needs READ COMMITTED. The statement
+-- that locks must not read it: for key share returns a row as it was, if another transaction has changed it
+-- meanwhile.
 -- Raises: 55000 (another shard's), 55P03 (on its way), QJ008.
 create or replace function queue._shard_enter(p_keys text[])
 returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
@@ -67,8 +68,8 @@ begin
       else 'Try again in a moment: its slot moves.' end;
 end $$;
 
--- Raises: 22023 if a job needs a job of another key: that may be, or come to be, in another shard.
--- Of a job that the caller may not use it says what queue.defer does: there is none (QJ001).
+-- Raises: 22023 if a job needs a job of another key, because that job may be in another shard, now or later.
+-- For a job that the caller may not use it says what queue.defer says: there is none (QJ001).
 create or replace function queue._shard_check_needs(p_key text, p_needs jsonb)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
@@ -116,7 +117,7 @@ begin
 end $$;
 
 -- Notes jobs of a slot that moves. The caller has entered with these keys. Any role may call this, so it
--- notes only jobs of this transaction: those that are older have been noted by theirs, or listed.
+-- notes only jobs of this transaction. Older jobs were noted by their own transactions, or listed.
 -- Locks: none.
 create or replace function queue._shard_note(p_keys text[], p_ids bigint[])
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
@@ -131,7 +132,7 @@ begin
   on conflict do nothing;
 end $$;
 
--- Locks: those of _shard_enter, then as queue.defer_many. No wake-up is lost: that notifies.
+-- Locks: those of _shard_enter, then as queue.defer_many. No wake-up is lost: queue.defer_many notifies.
 -- Raises: as both; 22023 for a group, or needs of another key.
 create or replace function queue.shard_defer_many(jobs jsonb)
 returns setof bigint language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
@@ -158,9 +159,9 @@ begin
   end if;
 end $$;
 comment on function queue.shard_defer_many(jsonb) is
-  'As queue.defer_many, for objects that may have a shard_key (queue.shard_key). Refuses all with 55000 if'
-    ' one of the keys is another shard''s, with 55P03 while one is on its way. The key is the header'
-    ' shard_key.';
+  'As queue.defer_many, for objects that may have a shard_key (queue.shard_key). Refuses all jobs with 55000'
+    ' if one of the keys belongs to another shard, with 55P03 while one is on its way. The jobs have the key'
+    ' as header shard_key.';
 
 -- The jobs, each with its key among its headers.
 create or replace function queue._shard_tagged(p_jobs jsonb, p_keys text[])

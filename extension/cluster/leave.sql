@@ -30,8 +30,8 @@ returns bigint[] language sql stable set search_path = pg_catalog, pg_temp as $$
 $$;
 
 -- A job as queue.defer_many takes it, with its id, the ids of unfinished jobs that it needs, and the signals
--- that no wait has taken. Its lock and keys have been filled: their braces are doubled. One that has had its
--- slots was not discarded, and on_limit goes no further.
+-- that no wait has taken. Its lock and keys have been filled, so their braces are doubled. A job that has had
+-- its slots was not discarded, so its on_limit is left out.
 create or replace function queue._shard_call(p_id bigint, p_held boolean)
 returns jsonb language plpgsql stable security invoker
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off
@@ -42,7 +42,7 @@ begin
     'priority', j.priority, 'lock', coalesce(queue._literal(j.lock), ''),
     'queueing_lock', coalesce(queue._literal(j.queueing_lock), ''),
     'scheduled_at', j.scheduled_at, 'deadline', j.deadline, 'concurrency_key', '', 'needs', (
-      -- any: nothing, once one of them is satisfied
+      -- Under any: no needs, once one of them is satisfied.
       select jsonb_agg(n.need_id order by n.need_id)
       from queue.need n left join queue.finished f on f.id = n.need_id
       where n.job_id = j.id and f.id is null and not (j.options ->> 'needs_mode' = 'any' and exists (
@@ -67,12 +67,12 @@ begin
 end $$;
 
 -- Takes the oldest jobs of a part out of the queue, into queue.shard_sent: all, if they are no more than a
--- piece. Jobs of later pieces that need one of them are held, so they do not see that it is gone. Locks: the
--- caller has those of _lock_rows for these jobs; queue.received_signal, not waited for, until the
--- transaction ends: every signal so far has committed, and a later one does not find the job (QJ001). Nothing
--- is lost: the jobs are deleted and noted, with their signals, in one transaction. Raises: 55000 (another job
--- needs one; or one runs, which an operator has held and let go meanwhile; or signals are too large), 55P03
--- (a transaction that has sent a signal stays open).
+-- piece. Jobs of later pieces that need one of them are held, so they do not see that it is gone.
+-- Locks: the caller has those of _lock_rows for these jobs; queue.received_signal, not waited for, until the
+-- transaction ends: every signal so far has committed, and a later one does not find the job (QJ001).
+-- Nothing is lost: the jobs are deleted and noted, with their signals, in one transaction.
+-- Raises: 55000 (another job needs one of them; or one runs, because an operator held and released it
+-- meanwhile; or signals are too large), 55P03 (a transaction that has sent a signal stays open).
 create or replace function queue._shard_cut(p_slot integer, p_part integer)
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
@@ -81,7 +81,7 @@ declare
   v_done bigint[];
 begin
   delete from queue.shard_job s where s.slot = p_slot and s.part = p_part
-    and (v_ids = '{}' or s.id < v_ids[1]);  -- they have ended
+    and (v_ids = '{}' or s.id < v_ids[1]);  -- these have ended
   lock table queue.received_signal in share row exclusive mode nowait;
   insert into queue.shard_sent (slot, part, id, job)
   select p_slot, p_part, u.id, queue._shard_call(u.id, exists (select from queue.waiting w
@@ -119,9 +119,10 @@ begin
   end if;
 end $$;
 
--- Source. The first piece of a part leaves, if all of the part may: its oldest jobs, mostly all. The others
--- are held, each by itself; they follow piece by piece, by shard_part_gone, while the target runs the first.
--- From its commit on the source refuses the part. Returns whether it left.
+-- Source. Lets the first piece of a part leave, if the whole part may: its oldest jobs, usually all. The
+-- other jobs are held, each by itself; they follow piece by piece, by shard_part_gone, while the target runs
+-- the first ones. Once this is committed, the source refuses jobs for the part. Returns whether the piece
+-- left.
 -- Locks: the part's row, for update, waited for (lock_timeout): every defer for it has committed; then as
 -- queue.delete. Nothing is lost: as _shard_cut.
 -- Raises: 55P03 (a transaction that defers for it, or signals, stays open), 55000 (another job needs one),
@@ -145,7 +146,7 @@ begin
     return false;
   end if;
   perform queue._lock_rows(v_ids || queue._shard_oldest(slot, part));
-  -- a signal that came now would make the piece smaller
+  -- A signal that came now would make the piece smaller.
   lock table queue.received_signal in share row exclusive mode nowait;
   select coalesce(array_agg(j.id order by j.id), '{}') as ids, bool_or(j.why is not null) as must_wait
   into v_jobs from queue._shard_jobs(slot, part, started) j;
@@ -161,9 +162,9 @@ begin
   return true;
 end $$;
 
--- Source. Lets all parts leave at once that have no jobs, and for which nobody defers; returns them.
+-- Source. Lets all parts leave at once that have no jobs and for which nobody is deferring; returns them.
 -- Locks: the parts' rows, for update, by skip locked; their jobs are read afterwards, by a new snapshot. A
--- defer that comes meanwhile is refused: it tries again. Raises: 22023, QJ008.
+-- defer that comes meanwhile is refused, and tries again. Raises: 22023, QJ008.
 create or replace function queue.shard_leave_empty(slot integer)
 returns setof integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare
@@ -180,7 +181,7 @@ begin
 end $$;
 
 -- Removes all that is noted of a slot's move. Locks: its rows, that of the move first, for update, waited
--- for: those who bring its parts, or defer for them, have ended.
+-- for. Then whoever was bringing its parts, or deferring for them, has ended.
 create or replace function queue._shard_forget(p_slot integer)
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 begin
@@ -190,11 +191,11 @@ begin
   delete from queue.shard_sent s where s.slot = p_slot;
 end $$;
 
--- Ends a move that another copy of the map knows to be over. Its last step is missing here, the source has
--- given it up, or this shard was restored to a time before the end. What has left this shard is in the target
--- by then; what the move still holds is given back, and ends here.
--- Locks: the rows of the move and its parts, for update, waited for: who brings a part, or defers for one,
--- has ended; then as shard_unhold. No wake-up is lost: as that. Raises: QJ008.
+-- Ends a move that another copy of the map knows to be over. It is still noted here because its last step is
+-- missing, because the source has given it up, or because this shard was restored to a time before the end.
+-- What has left this shard is in the target by then; what the move still holds is given back, and ends here.
+-- Locks: the rows of the move and its parts, for update, waited for: whoever brings a part, or defers for
+-- one, has ended; then as shard_unhold. No wake-up is lost: as shard_unhold. Raises: QJ008.
 create or replace function queue._shard_end(p_slot integer)
 returns void language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
@@ -205,18 +206,18 @@ begin
   where r.slot = p_slot for update;
   perform from queue.shard_part p where p.slot = p_slot order by p.part for update;
   if v_is_listed then
-    update queue.shard_part p set state = 'here' where p.slot = p_slot;  -- also what has left in part
+    update queue.shard_part p set state = 'here' where p.slot = p_slot;  -- also partly left ones
     perform queue.shard_unhold(p_slot);
   end if;
   perform queue._shard_forget(p_slot);
   perform queue._shard_audit('shard_learn', jsonb_build_object('slot', p_slot, 'ended', v_version));
 end $$;
 
--- Source. Gives up a move of which no part has left: the slot stays, with the move's version, by which the
+-- Source. Gives up a move of which no part has left. The slot stays, with the move's version, from which the
 -- target learns that nothing comes.
--- Locks: the rows of the move and its parts, for update, waited for (lock_timeout): none leaves, and those
--- who defer for them have ended; then as shard_unhold. A wake-up is not lost: as that. Raises: 22023 (a part
--- has left), 55P03, QJ008.
+-- Locks: the rows of the move and its parts, for update, waited for (lock_timeout): no part leaves meanwhile,
+-- and every defer for them has ended; then as shard_unhold. No wake-up is lost: as shard_unhold. Raises:
+-- 22023 (a part has left), 55P03, QJ008.
 create or replace function queue.shard_stay(slot integer)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin

@@ -4,11 +4,11 @@
 --   source: here -> leaving -> gone
 --   target: no row -> arriving (more pieces follow) -> arrived
 --
--- Each step is one transaction in one database, and its repetition changes nothing, so a mover that dies at
--- any point is followed by another one. A step that is called too early changes nothing, and raises 22023. At
--- most one side accepts jobs of a part: the source until leaving, the target from arrived on.
--- pgdefer.contrib.cluster calls this as the owner of both queues. A step that changes something writes a row
--- into queue.audit.
+-- Each step is one transaction in one database, and repeating it changes nothing, so if a mover dies at any
+-- point, another one can continue. A step that is called too early changes nothing, and raises 22023. At most
+-- one side accepts jobs of a part: the source until leaving, the target from arrived on.
+-- pgdefer.contrib.cluster calls these steps as the owner of both queues. A step that changes something writes
+-- a row into queue.audit.
 -- Tests: tests/sql/cluster, tests/py/cluster.
 begin;
 
@@ -22,8 +22,8 @@ begin
   end if;
 end $$;
 
--- The state of a part in the source; NULL without one. Raises: 22023 unless the slot leaves this shard, and
--- its jobs are listed if they must be.
+-- The state of a part in the source; NULL without one. Raises: 22023 unless the slot is leaving this shard
+-- and, if that is required, its jobs are listed.
 create or replace function queue._shard_leaving(p_slot integer, p_part integer default null,
   p_is_listed boolean default true)
 returns text language plpgsql volatile set search_path = pg_catalog, pg_temp as $$
@@ -43,8 +43,8 @@ begin
   return (select p.state from queue.shard_part p where p.slot = p_slot and p.part = p_part);
 end $$;
 
--- Source. From here on each defer for the slot locks the row of its part, and notes its job.
--- Locks: the slot's row, for update, waited for (lock_timeout): every defer for it that knows nothing of the
+-- Source. Begins the move: from here on each defer for the slot locks the row of its part, and notes its job.
+-- Locks: the slot's row, for update, waited for (lock_timeout): every defer for it that does not know of the
 -- move has ended; then rows of the map. Raises: 22023, 55P03 (a transaction stays open), QJ008.
 create or replace function queue.shard_leave(slot integer, target text)
 returns bigint language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
@@ -75,8 +75,9 @@ begin
   return v_version;
 end $$;
 
--- Source. Makes the session the slot's mover; false while another one lives. A session that got the number of
--- one that has ended passes for it, until it ends too. Locks: the row of the move. Raises: 22023.
+-- Source. Makes the session the slot's mover; false while another mover lives. If a mover has ended and
+-- another session has got its process id, that session counts as the mover, until it ends too. Locks: the row
+-- of the move. Raises: 22023.
 create or replace function queue.shard_mover(slot integer)
 returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
@@ -87,8 +88,8 @@ begin
   return found;
 end $$;
 
--- Source. Notes the jobs that were there before: one pass over the unfinished jobs. Locks: none. Raises:
--- 22023.
+-- Source. Notes the jobs that were there before the move: one pass over the unfinished jobs. Locks: none.
+-- Raises: 22023.
 create or replace function queue.shard_list(slot integer)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
@@ -103,9 +104,9 @@ begin
   update queue.shard_move r set is_listed = true where r.slot = shard_list.slot;
 end $$;
 
--- Source. Admits up to 1,000 committed jobs, so that no part has to wait until they are. Returns whether
--- there are more. Locks: the admission lock, waited for. A wake-up is not lost: admission announces what is
--- ready.
+-- Source. Admits up to 1,000 committed jobs, so that no part has to wait until they are admitted. Returns
+-- whether there are more. Locks: the admission lock, waited for. No wake-up is lost: admission announces what
+-- is ready.
 create or replace function queue.shard_catch_up()
 returns boolean language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
@@ -114,7 +115,7 @@ begin
 end $$;
 
 -- Source. Lets nobody enter a slot, or a part of it, for a second, so that those who are in it end before
--- others come. Locks: the row, for no key update: that waits for no defer. Raises: 22023.
+-- others come. Locks: the row, for no key update, which waits for no defer. Raises: 22023.
 create or replace function queue.shard_close(slot integer, part integer default null)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 begin
@@ -133,10 +134,10 @@ begin
   end if;
 end $$;
 
--- What is left of a part: its unfinished jobs, or some of them, but not those that are held ahead. why: what
--- it must wait for. is_next: it could start, unless it is held: not the later ones of an ordered lock.
--- is_moving: the move holds it. PL/pgSQL, as it keeps its plan, which looks each job up by its id: the time
--- is that of the part's jobs.
+-- What is left of a part: its unfinished jobs, or some of them, but not those that are held ahead. why: why
+-- the part must wait for the job. is_next: the job could start, unless it is held; later jobs of an ordered
+-- lock could not. is_moving: the move holds it. It is PL/pgSQL so that it keeps its plan, which looks each
+-- job up by its id: it costs time only for the part's jobs.
 create or replace function queue._shard_jobs(p_slot integer, p_part integer, p_started boolean,
   p_ids bigint[] default null)
 returns table (id bigint, is_held boolean, is_moving boolean, why text, is_next boolean)
@@ -172,9 +173,9 @@ begin
       and (p_ids is null or s.id = any (p_ids))) u;
 end $$;
 
--- Holds jobs of a part, each by itself, so that none can start whatever becomes of the others; not those that
--- an operator holds. Returns how many.
--- Locks: the caller has those of _lock_rows. A wake-up is not lost: as shard_hold.
+-- Holds jobs of a part, each by itself, so that none can start whatever happens to the others; jobs that an
+-- operator holds are left out. Returns how many.
+-- Locks: the caller has those of _lock_rows. No wake-up is lost: as shard_hold.
 create or replace function queue._shard_park(p_slot integer, p_part integer, p_ids bigint[])
 returns integer language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 declare
@@ -194,9 +195,10 @@ begin
   return v_parked;
 end $$;
 
--- As _shard_leaving, and keeps the part as it is: it neither leaves, nor is its move given up or over.
--- Locks: its row, for key share, until the transaction ends. Before those of jobs, as whoever gives up a
--- move.
+-- As _shard_leaving. It also keeps the part as it is: until the transaction ends, the part does not leave,
+-- and its move is neither given up nor over.
+-- Locks: its row, for key share, until the transaction ends. It comes before rows of jobs, as in the
+-- functions that give up a move.
 create or replace function queue._shard_keep(p_slot integer, p_part integer)
 returns text language plpgsql volatile security invoker set search_path = pg_catalog, pg_temp as $$
 begin
@@ -204,10 +206,10 @@ begin
   return queue._shard_leaving(p_slot, p_part);
 end $$;
 
--- Source. Before the pause of a part that is larger than a piece: holds up to 1,000 of its newest jobs, while
--- the oldest go on. Returns how many; 0 once the pause may begin, or if the part must stay for other reasons
--- than a running job.
--- Locks: as _shard_keep; then as queue.hold, for all of them. A wake-up is not lost: as shard_hold.
+-- Source. Before the pause of a part that is larger than a piece, holds up to 1,000 of its newest jobs, while
+-- the oldest go on. Returns how many it held: 0 once the pause may begin, or if the part must stay for other
+-- reasons than a running job.
+-- Locks: as _shard_keep; then as queue.hold, for all of them. No wake-up is lost: as shard_hold.
 -- Raises: 22023, QJ008.
 create or replace function queue.shard_hold_ahead(slot integer, part integer, started boolean default false)
 returns integer language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
@@ -245,9 +247,9 @@ end $$;
 
 -- Source. Holds up to 1,000 of those jobs of a part that could start next, so that running ones can end, and
 -- no others begin. They wait with the reason moving: jobs that need them go on waiting, and an operator may
--- hold them besides. Returns how many are left to hold, and a job that the part must wait for.
+-- also hold them. Returns how many are left to hold, and a job that the part must wait for.
 -- Locks: as _shard_keep, so that no move ends meanwhile and leaves them held; then as queue.hold, for all of
--- them. A wake-up is not lost: unhold, or the target, makes the jobs ready.
+-- them. No wake-up is lost: unhold, or the target, makes the jobs ready.
 -- Raises: 22023, QJ008.
 create or replace function queue.shard_hold(slot integer, part integer, started boolean default false,
   out to_hold bigint, out waits_for bigint, out why text)
@@ -268,10 +270,10 @@ begin
   if v_ids <> '{}' then
     perform queue._lock_rows(v_ids);
     for i in 1 .. cardinality(v_ids) loop
-      -- not one that an operator has held meanwhile
+      -- A job that an operator has held meanwhile is left out.
       continue when exists (select from queue.waiting w where w.id = v_ids[i] and w.reason = 'held');
       v_taken := queue._dequeue(v_ids[i]);
-      if coalesce(v_taken.place, 'log') <> 'log' then  -- else it has started, or ended
+      if coalesce(v_taken.place, 'log') <> 'log' then  -- otherwise it has started, or ended
         v_held := v_held || v_ids[i];
         v_keys := v_keys || v_taken.keys;
       end if;
@@ -289,8 +291,8 @@ end $$;
 
 -- Source. Gives back the jobs that the move holds, of one part or of all that have not begun to leave, and
 -- lets defers in again. What an operator holds stays held.
--- Locks: rows of the parts, for no key update; the admission lock, not the jobs': they wait, so nobody claims
--- them, and who replaces one may last. Raises: 22023, QJ008.
+-- Locks: rows of the parts, for no key update; the admission lock, but not the jobs' rows: the jobs wait, so
+-- nobody claims them, and a transaction that replaces one may last. Raises: 22023, QJ008.
 create or replace function queue.shard_unhold(slot integer, part integer default null)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$
 declare

@@ -1,5 +1,5 @@
--- A database that only routes: queue.defer in it defers in the shard of the job's key, by PL/Proxy. Installed
--- on demand, by a superuser, after cluster/cluster.sql and queue.shard_start(NULL, shards).
+-- A database that only routes: its queue.defer defers in the shard of the job's key, by PL/Proxy. It is
+-- installed on demand, by a superuser, after cluster/cluster.sql and queue.shard_start(NULL, shards).
 --
 -- PL/Proxy has connections of its own, in autocommit: a job is deferred even if the caller's transaction is
 -- rolled back later, and defer_many over several shards may defer for some of them only.
@@ -15,7 +15,7 @@ returns setof text language sql stable security definer set search_path = pg_cat
   select s.dsn from queue.shard_slot m join queue.shard s on s.name = m.shard order by m.slot
 $$;
 
--- Changes with the map: a shard that gives a slot away raises its version.
+-- The version changes with the map: a shard that gives a slot away raises its version.
 create or replace function plproxy.get_cluster_version(cluster_name text)
 returns integer language sql stable security definer set search_path = pg_catalog, pg_temp as $$
   select ((select sum(m.version) from queue.shard_slot m)
@@ -80,8 +80,8 @@ begin
   return query select (v_done ->> n::text)::bigint from generate_series(1, jsonb_array_length(jobs)) n;
 end $$;
 comment on function queue.defer_many(jsonb) is
-  'Defers jobs in the shards of their keys; those of each shard all or none. Returns the ids, each of its'
-    ' shard, in input order.';
+  'Defers jobs in the shards of their keys: of the jobs of each shard all or none. Returns the ids in input'
+    ' order; each id is that of the job''s shard.';
 
 revoke all on function queue._route(integer, jsonb), queue.defer_many(jsonb), queue.defer(text, jsonb, text,
   integer, text, text, timestamptz, timestamptz, bigint[], text, integer, jsonb, text) from public;
