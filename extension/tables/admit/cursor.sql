@@ -6,9 +6,9 @@ create table queue.admission (
   constraint admission_only_check check (is_only)
 );
 
--- How far the log has been read: all rows that are visible in the snapshot (next_xid, in_flight) were read.
--- A newer row replaces the row, and reads begin with the newest, so that dead rows cost nothing while a
--- transaction that stays open holds them.
+-- How far the log has been read: all rows that are visible in the snapshot (next_xid, in_flight) have been
+-- read. A newer row replaces the row, and reads begin with the newest. So dead rows cost nothing while a
+-- transaction that stays open keeps them.
 create table queue.cursor (
   tick bigint not null default 0,
   next_xid xid8 not null default '3',
@@ -40,8 +40,8 @@ create table queue.backlog (
 
 -- Parts of such ranges that have been scanned, one slice each; they are read by priority. Rows with a
 -- priority between tops[i] and bottoms[i] are not admitted yet; priority is the first of tops. is_mixed: the
--- part had several of these bands. queue: that of all its jobs, if they are plain, without deadline and
--- share, of one queue and priority, and in the order of ids.
+-- part had several of these bands. queue: the queue of all its jobs, if they are plain, have no deadline and
+-- no share, are of one queue and priority, and come in the order of ids.
 create table queue.backlog_part (
   no bigint not null,
   priority integer not null,

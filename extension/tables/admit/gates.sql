@@ -1,11 +1,11 @@
 -- Admitted jobs that wait for something other than their turn at a lock. need_id: the job waits until this
 -- need changes (admit/needs.sql). For a job that waits for a slot, the row has the columns of
--- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares), and: at, set for
--- the first job of a lane that waits for a key's rate: when the rate allows more starts; weight: how many
--- slots of the key it takes, NULL for 1; moves: how often the job has changed lines, if it has several keys
--- (key is the first full one), else NULL; reserved, reserved_at: the keys of which it has reserved slots, and
--- when; moves then also counts the looks at its key (admit/reserve.sql); task: the job's. For the weight of a
--- parked job see _park (admit/gates.sql).
+-- queue.active_job (deadline: its place among the waiting jobs, a tag if there are shares) and these. at: for
+-- the first job of a lane that waits for a key's rate, the time at which the rate allows more starts. weight:
+-- how many slots of the key it takes, NULL for 1. moves: if it has several keys (key is the first full one),
+-- how often the job has changed lines, else NULL. reserved, reserved_at: the keys of which it has reserved
+-- slots, and since when; moves then also counts the looks at its key (admit/reserve.sql). task: the job's.
+-- For the weight of a parked job see _park (admit/gates.sql).
 create table queue.waiting (
   id bigint not null,
   at timestamptz,
@@ -66,10 +66,10 @@ create index lock_member_turn_idx on queue.lock_member (lock) where has_turn;
 
 -- For each key: how many claims use its slots (used, of slots), and for each of its lanes how many jobs are
 -- ready and how many wait for a slot; no waiting job has a (deadline, id) below (low_deadlines, lows). A
--- newer row replaces the row, and reads begin with the newest (see queue.cursor). used, ready: a job with a
--- weight counts that many times. slots: 2147483647 means no limit. The key's first letter is its kind: k for
+-- newer row replaces the row, and reads begin with the newest (see queue.cursor). used, ready: a job counts
+-- as many times as it has weight. slots: 2147483647 means no limit. The key's first letter is its kind: k for
 -- a concurrency key, m for a lock with mutex jobs, q for a queue. limit_id: the newest of the key's jobs,
--- whose limits apply unless others are configured.
+-- whose limits apply unless configure_key sets others.
 create table queue.semaphore (
   key text collate "C" not null,
   tick bigint not null,
@@ -89,8 +89,8 @@ create table queue.semaphore (
 create index semaphore_idle_idx on queue.semaphore (tick) where used = 0 and lanes = '{}';
 
 -- The needs of admitted jobs. mode: the bits any, proceed and ended. claim: under ended, the claim that
--- awaited the needed job; NULL: it holds the job no longer, because a retry has forgotten that step, or the
--- job is a fork. is_open: the need was not satisfied when the job's last run began (mode any).
+-- awaited the needed job; NULL: the need holds the job no longer, because a retry has forgotten that step, or
+-- because the job is a fork. is_open: the need was not satisfied when the job's last run began (mode any).
 -- deleted_state: the needed job's state when it was pruned, or deleted by force.
 create table queue.need (
   job_id bigint not null,
@@ -119,8 +119,8 @@ create table queue.expiry (
 
 create index expiry_at_idx on queue.expiry (at, id);
 
--- Succeeded jobs that an operator has deleted. They are kept while an open transaction may name them as
--- needs, which ends when all transactions below until have ended.
+-- Succeeded jobs that an operator has deleted. A row is kept while an open transaction may name the job as a
+-- need: until all transactions below `until` have ended.
 create table queue.deleted (
   id bigint not null,
   until xid8,
@@ -139,9 +139,9 @@ create table queue.pending_settlement (
   constraint pending_settlement_pkey primary key (xid, seq)
 );
 
--- Those that are not settled: that the cursor has not passed, and that were shelved. It finds them by equal
--- xids and from next_xid on, so that dead rows cost nothing while a transaction that stays open holds them.
--- Private.
+-- Settlements that are not settled: those that the cursor has not passed, and those that were shelved. The
+-- view finds them by equal xids and from next_xid on, so that dead rows cost nothing while a transaction that
+-- stays open keeps them. Private.
 create view queue.unsettled as
 select h.xid, h.seq, h.job_id, h.kind, h.flags, h.payload
 from queue.cursor_now k

@@ -17,11 +17,11 @@ create table queue.group_close (
   constraint group_close_pkey primary key (group_no, no)
 );
 
--- How far a group has come. standing: open; closing: transactions that may still add jobs are waited for;
--- closed: all its jobs are counted; ended: none of them is unfinished. jobs: how many have been admitted;
--- succeeded, failed, cancelled: how many of them ended so. on_end_id and so on: the jobs that its callbacks
--- deferred. error: why a callback could not be deferred. A newer row replaces the row, and reads begin with
--- the newest (see queue.cursor).
+-- How far a group has come. standing: open; closing: admission waits for transactions that may still add
+-- jobs; closed: all its jobs are counted; ended: none of them is unfinished. jobs: how many have been
+-- admitted; succeeded, failed, cancelled: how many of them ended so. on_end_id and so on: the jobs that its
+-- callbacks deferred. error: why a callback could not be deferred. A newer row replaces the row, and reads
+-- begin with the newest (see queue.cursor).
 create table queue.group_state (
   group_no bigint not null,
   tick bigint not null default 0,
@@ -41,7 +41,8 @@ create table queue.group_state (
 
 create index group_state_ended_idx on queue.group_state (ended_at) where ended_at is not null;
 
--- The admitted jobs of groups, each with the final state as which it was counted; NULL: as unfinished.
+-- The admitted jobs of groups, each with the final state in which it was counted; NULL: counted as
+-- unfinished.
 create table queue.group_member (
   job_id bigint not null,
   group_no bigint not null,
@@ -62,6 +63,6 @@ cross join lateral (
 cross join lateral (select min(c.closed_at) as closed_at from queue.group_close c where c.group_no = g.no) c;
 comment on view queue.groups is
   'Groups, with their jobs by state. state: open; closing: transactions that began before the group was'
-    ' closed may still add jobs; closed: all jobs have been added; ended: all of them have ended. jobs: those'
-    ' that have been admitted. on_end_id, on_success_id, on_failure_id: the jobs that the callbacks have'
-    ' deferred. error: why one could not be deferred; queue.close_group tries it again.';
+    ' closed may still add jobs; closed: all jobs have been added; ended: all of them have ended. jobs:'
+    ' those that have been admitted. on_end_id, on_success_id, on_failure_id: the jobs that the callbacks'
+    ' have deferred. error: why a callback could not be deferred; queue.close_group tries again.';

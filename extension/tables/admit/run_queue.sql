@@ -1,7 +1,7 @@
 -- Ready and running jobs. The rows are narrow: a claim is a HOT update (48 bytes before, 72 after). lane:
 -- NULL if the job was claimed as it was admitted, so that no lane has ever listed it. deadline: it orders the
--- jobs of a lane, before their ids; infinity without a deadline, a tag if there are shares
--- (admit/shares.sql).
+-- jobs of a lane, before their ids. It is infinity for a job without a deadline, and a tag where there are
+-- shares (admit/shares.sql).
 create table queue.active_job (
   id bigint not null,
   deadline timestamptz not null,
@@ -58,7 +58,7 @@ create table queue.share_tag (
   constraint share_tag_pkey primary key (queue, priority, key, tag, tick)
 );
 
--- three long names do not fit into one row of an index
+-- Three long names do not fit into one row of an index.
 create index share_tag_share_idx on queue.share_tag (queue, priority, key, hashtextextended(share, 0), tag);
 
 -- Weights of shares; a pattern is a name or prefix*.
@@ -70,8 +70,9 @@ create table queue.share_config (
 
 create index share_config_prefix_idx on queue.share_config (pattern) where right(pattern, 1) = '*';
 
--- limited_at: when its limits were set; NULL again once all running jobs are known to count in max_running.
--- waits_for: the virtual transactions that may have claimed without being counted.
+-- Queues with settings of their own. limited_at: when the queue's limits were set; NULL again once all
+-- running jobs are known to count in max_running. waits_for: the virtual transactions that may have claimed
+-- without being counted.
 create table queue.queue_config (
   queue text collate "C" not null,
   created_at timestamptz not null default now(),
@@ -103,8 +104,8 @@ create table queue.pause (
   constraint pause_pkey primary key (no)
 );
 
--- The last starts under each rate, numbered: as many as the rate's limit; of several at one time the first
--- and the last (admit/rates.sql). key: as in queue.semaphore.
+-- The last starts under each rate, numbered: as many as the rate's limit. Of starts at one time it has only
+-- the first and the last (admit/rates.sql). key: as in queue.semaphore.
 create table queue.rate_start (
   key text collate "C" not null,
   no bigint not null,

@@ -1,8 +1,8 @@
--- One row: the version that created the tables, the cluster of the stored transaction ids, the era in which
--- claims and workers were last numbered (base/era.sql), and the settings of queue.configure: max_size, the
--- limit in bytes of JSON as text; unknown_task_grace, how long a job waits for a worker that knows its task.
--- written: the row's own xmin, which a copy of it lacks. up_since: since when workers can reach the
--- server, so that their silence counts (base/era.sql).
+-- One row. It has the version that created the tables, the cluster of the stored transaction ids, the era in
+-- which claims and workers were last numbered (base/era.sql), and the settings of queue.configure: max_size,
+-- the limit in bytes of JSON as text; unknown_task_grace, how long a job waits for a worker that knows its
+-- task. written: the row's own xmin, which differs in a copy of the row. up_since: since when workers can
+-- reach the server, so that their silence counts (base/era.sql).
 create table queue.installation (
   is_only boolean not null default true,
   version text not null,
@@ -31,7 +31,7 @@ create table queue.access (
 -- so restrictions cost nothing while there are none (base/queue_access.sql). Private.
 create view queue.unrestricted as select true as is_unrestricted;
 
--- Whether the reader of a view may see all jobs; if not, the allowed queues as patterns for LIKE. In a
+-- Whether the reader of a view may see all jobs. If not, it has the allowed queues as patterns for LIKE. In a
 -- function the reader is the owner. Private.
 create view queue.visible_queues as
 select x.is_all, array(

@@ -1,6 +1,6 @@
--- The sensitive paths of all tasks that have some (base/sensitive.sql), for a reader who may not see what
--- they lead to; NULL for the owner, unless pgdefer.hide_sensitive is set and not off, and if there are none.
--- In a function the reader is the owner. Private.
+-- The sensitive paths of all tasks that have some (base/sensitive.sql), for a reader who may not see the args
+-- there. NULL if there are none; and for the owner, unless pgdefer.hide_sensitive is set and not off. In a
+-- function the reader is the owner. Private.
 create view queue.hidden_paths as
 select jsonb_object_agg(t.name, t.sensitive) as paths
 from queue.task t
@@ -9,7 +9,7 @@ where t.sensitive is not null
     or not pg_has_role(current_user,
       (select c.relowner from pg_class c where c.oid = 'queue.access'::regclass), 'usage'));
 
--- The args of set_args are those of the task in before; those of schedule name their task beside them.
+-- A row of set_args has its task in before, with the args; one of schedule has it beside the args.
 create view queue.audit as
 select a.id, a.at, a.role, a.login, a.call,
   case when a.args ? 'args' and (select h.paths from queue.hidden_paths h)
@@ -40,5 +40,5 @@ where (select x.is_all from queue.visible_queues x)
     where q like any ((select x.queues from queue.visible_queues x)::text[]) is not true);
 comment on view queue.audit is
   'Calls by which operators changed jobs, queues, schedules, tasks, settings or access: the time, the role,'
-    ' the call with its arguments, the jobs that it changed, and the values before. Only the owner sees'
-    ' sensitive args.';
+    ' the call with its arguments, the jobs that it changed, and the values before. Sensitive args'
+    ' (register_task) read *** for all but the owner.';

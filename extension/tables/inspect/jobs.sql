@@ -1,5 +1,5 @@
--- Jobs as operators see them: the log with what admission, workers and operators have made of each. As
--- in views.sql, views call no function of the extension.
+-- Jobs as operators see them: the log with what admission, workers and operators have made of each job. As in
+-- views.sql, views call no function of the extension.
 
 -- Committed jobs that admission has not read yet. Private.
 create view queue.unadmitted as
@@ -24,9 +24,10 @@ cross join lateral (
     select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
     from queue.job j
     where (j.xid, j.id) > (b.from_xid, b.from_id) and (j.xid, j.id) <= (b.to_xid, b.to_id)
-      -- says nothing new, but lets the planner expect few rows: else it reads the whole log for each part
+      -- This says nothing new, but lets the planner expect few rows: else it reads the whole log for each
+      -- part.
       and j.xid >= b.from_xid and j.xid <= b.to_xid offset 0) j
-  -- each by its index, as these tables may have been empty when a function made its plan
+  -- By an index each, because these tables may have been empty when a function made its plan.
   where not exists (select from queue.active_job aj where aj.id = j.id offset 0)
     and not exists (select from queue.waiting w where w.id = j.id offset 0)
     and not exists (select from queue.finished f where f.id = j.id offset 0)
@@ -65,7 +66,7 @@ select j.id, j.task, g.queue,
     when w.reason in ('signal', 'moving') then w.reason
     when w.id is null and aj.id is null and m.is_passed and h.payload is null then 'lock'
     when w.id is null and aj.id is null and j.is_suspended then 'signal'
-    -- not admitted, and ready as above
+    -- The job is not admitted, and ready as above.
     when w.id is null and aj.id is null
       and (j.flags & {{held}} = 0 and j.needs is null or j.is_overridden)
       and coalesce(coalesce(r.scheduled_at, j.scheduled_at) <= statement_timestamp(), true)
@@ -123,7 +124,7 @@ left join queue.finished f on f.id = j.id
 left join queue.waiting w on w.id = j.id
 left join queue.lock_member m on m.lock = j.lock and m.id = j.id
 left join lateral (
-  -- the last committed replacement of the job that has not been applied yet
+  -- The last committed replacement of the job that has not been applied yet.
   select h.payload -> 'args' as args, (h.payload ->> 'priority')::integer as priority,
     coalesce((h.payload ->> 'scheduled_at')::timestamptz, '-infinity') as scheduled_at
   from queue.unsettled h

@@ -1,14 +1,14 @@
 create index finished_cancelled_idx on queue.finished (id) where state = 'cancelled';
 
--- For lists of these jobs, however many other jobs wait for their time or for a slot.
+-- For lists of such jobs, however many other jobs wait for their time or for a slot.
 create index waiting_list_idx on queue.waiting (reason, id)
   where reason in ('held', 'upstream_failed', 'needs', 'signal', 'task_paused', 'moving');
 
 create index attempt_at_idx on queue.attempt using brin (finished_at) with (pages_per_range = 32,
   autosummarize = on);
 
--- Unfinished jobs, read without the finished ones. due_at: the time from which the job could have run, if no
--- gate had held it. Private.
+-- Unfinished jobs, without reading the finished ones. due_at: the time from which the job could have run, if
+-- no gate had held it. Private.
 create view queue.unfinished as
 select j.id, j.task, j.queue,
   coalesce(u.state, case when j.is_suspended then 'waiting'
@@ -30,7 +30,7 @@ from (
     and not exists (select from queue.finished f where f.id = m.id)
     and not exists (select from queue.pending_settlement h where h.job_id = m.id and h.kind = 'again')
   union all
-  -- by its wait or its time, as in queue.jobs
+  -- The state comes from the job's wait or its time, as in queue.jobs.
   select h.job_id, h.payload ->> 'state' as state from queue.pending_settlement h where h.kind = 'again'
   union all
   select a.id, a.state from queue.unadmitted a) u

@@ -1,10 +1,10 @@
 -- What operators and readers see, besides jobs (jobs.sql). Views call no function of the extension, so that
--- it can be dropped without them. So they repeat rules that functions have: _matches, _paused_until,
+-- it can be dropped without them. Therefore they repeat rules that functions have: _matches, _paused_until,
 -- _task_paused_until, _virtual_time and _tag_step.
 --
--- PostgreSQL would write through a view of one table, to that table: for its owner, and so for an ORM.
--- Through a view with the join named read_only, nobody writes. That is one row without columns, which the
--- planner removes first: plans stay those of the table, and conditions reach its indexes.
+-- PostgreSQL would let the table's owner, and so an ORM, write to a table through a view of that table alone.
+-- The join named read_only prevents this. It is one row without columns, which the planner removes first:
+-- plans stay those of the table, and conditions reach its indexes.
 
 create view queue.attempts as
 select a.job_id, a.attempt, a.claim, a.worker_id, a.started_at, a.finished_at, a.outcome, a.error, a.details
@@ -27,7 +27,7 @@ where s.finished_at is not null
 comment on view queue.steps is
   'The finished steps of durable jobs: their values, and the claims that finished them. A sleep and a wait'
     ' for jobs (await_jobs) appear when they begin; the value of a sleep is the time of its end. failures:'
-    ' how often it failed before it finished; error: if it has failed for good.';
+    ' how often the step failed before it finished. error: the last error, if it has failed for good.';
 
 create view queue.workers as
 select w.id, w.name, w.queues, w.info, w.registered_at, w.last_seen_at, w.dead_after,
@@ -43,8 +43,8 @@ where (w.gone_at is null or w.gone_at > statement_timestamp() - interval '1 minu
       where q like any ((select x.queues from queue.visible_queues x)::text[])));
 comment on view queue.workers is
   'Registered workers, and those that have gone within the last minute, or have died with jobs that still'
-    ' count as theirs. memory: the resident bytes that the last heartbeat reported, or NULL. has_left: it has'
-    ' deregistered.';
+    ' count as theirs. memory: the resident bytes that the last heartbeat reported, or NULL. has_left: the'
+    ' worker has deregistered.';
 
 create view queue.tasks as
 select coalesce(t.name, p.task) as name, coalesce(t.defaults, '{}') as defaults,
@@ -55,8 +55,8 @@ full join (select p.task, array_agg(coalesce(p.queue, '*') order by p.no) as pau
            group by p.task) p on p.task = t.name;
 comment on view queue.tasks is
   'Registered tasks and their defaults. paused_in: the queues (names, prefix* or *) in which pause has'
-    ' stopped the task; a pattern stays here even if single queues that it covers were resumed later. A task'
-    ' that is paused is shown even if nobody has registered it.';
+    ' stopped the task. A pattern may cover queues that were resumed one by one since. A paused task is'
+    ' shown even if nobody has registered it.';
 
 create view queue.queues as
 select q.queue as name, q.created_at, c.max_running, c.rate_limit, c.rate_per, c.retain,
@@ -68,7 +68,8 @@ from (select c.queue, c.created_at from queue.queue_config c
       select u.queue, null as created_at
       from (select l.queue from queue.lane l
         union select a.queue from queue.unadmitted a
-        -- claimed as they were admitted (work/claim_slice.sql), so perhaps in a queue without lanes
+        -- Jobs that were claimed as they were admitted (work/claim_slice.sql) may be in a queue without
+        -- lanes.
         union select j.queue from queue.active_job aj join queue.job_now j on j.id = aj.id
           where aj.lane is null
         union
@@ -87,7 +88,7 @@ left join lateral (
 left join (select a.queue, sum(a.jobs - a.running)::bigint as ready, sum(a.running)::bigint as running
            from (
              select l.queue, a.jobs, a.running from queue.lane l
-             -- counted before the join, because after it a million jobs take three times as long
+             -- They are counted before the join. After it a million jobs would take three times as long.
              join (select aj.lane, count(*) as jobs, count(aj.claim) as running
                    from queue.active_job aj where aj.lane is not null group by aj.lane) a on a.lane = l.lane
              union all
@@ -105,7 +106,7 @@ comment on view queue.queues is
 
 create view queue.locks as
 select m.lock,
-  -- by aggregates, because sorting a million members takes three times as long
+  -- By aggregates: sorting a million members takes three times as long.
   coalesce(min(m.id) filter (where aj.claim is not null), min(m.id) filter (where m.has_turn), min(m.id))
     as job_id,
   count(aj.claim)::integer as running,
@@ -129,10 +130,10 @@ select case left(s.key, 1) when 'k' then 'concurrency_key' when 'm' then 'lock' 
 from (select distinct on (s.key) s.key, s.slots, s.used, s.ready, s.waiting, s.rate_limit, s.rate_per
   from queue.semaphore s order by s.key, s.tick desc) s;
 comment on view queue.semaphores is
-  'Concurrency keys, mutex locks and the max_running of queues: the limit, how much of it running jobs'
-    ' use (or jobs with several keys have reserved) and ready jobs ask for, and how many jobs wait; of a'
-    ' queue, only the limit and how many run. The rate is rate_limit starts per rate_per. New jobs, which no'
-    ' fetch has looked at yet, do not count.';
+  'Concurrency keys, mutex locks and the max_running of queues: the limit, how much of it running jobs use'
+    ' (or jobs with several keys have reserved), how much of it ready jobs ask for, and how many jobs wait.'
+    ' For a queue there are only the limit and the number of running jobs. The rate is rate_limit starts per'
+    ' rate_per. New jobs, which no fetch has looked at yet, do not count.';
 
 -- waiting: how far a share's next tag lies ahead of the first ready (or waiting) job, in turns.
 create view queue.shares as
@@ -183,10 +184,11 @@ cross join lateral (
     1) as weight offset 0) w
 group by a.queue, a.priority, a.share, w.weight;
 comment on view queue.shares is
-  'Shares with ready jobs, or jobs that wait for slots, or that started within the last minute, by queue'
-    ' and priority; the jobs without a share have an empty one. waiting: about how many such jobs it has,'
-    ' judged by its turns. started: its starts in the last minute, among at most 10,000 that run and 10,000'
-    ' that have ended. New jobs, which no fetch has looked at yet, do not count.';
+  'Shares with ready jobs, with jobs that wait for slots, or with jobs that started within the last minute,'
+    ' by queue and priority; an empty share is that of the jobs without one. waiting: about how many jobs it'
+    ' has that are ready or wait, as far as its turns show. started: its starts in the last minute, among at'
+    ' most 10,000 jobs that run and 10,000 that have ended. New jobs, which no fetch has looked at yet, do'
+    ' not count.';
 
 create view queue.schedules as
 select s.name, s.cron, s.timezone, s.task,

@@ -1,6 +1,6 @@
 -- Schedules. next_run_at is the first run that has not been handled, so no run can be handled twice, whatever
--- the clock does. due_at is the time at which admission checks the row again: next_run_at, or later with a
--- reason. Both are NULL while the schedule is disabled.
+-- the clock does. due_at is the time at which admission checks the row again: next_run_at, or a later time,
+-- for which reason says why. Both are NULL while the schedule is disabled.
 create table queue.schedule (
   name text collate "C" not null,
   due_at timestamptz,

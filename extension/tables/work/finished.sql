@@ -1,7 +1,7 @@
 -- Ended jobs. state: succeeded, failed or cancelled. check() verifies this, not a constraint: PostgreSQL
--- would set up a constraint again in every transaction, which takes as long as writing the row. The same
--- applies to the kinds of queue.pending_settlement: ended, again, replace, recheck, readmit, refill, signal,
--- event, group.
+-- would set up a constraint again in every transaction, which takes as long as writing the row. For the same
+-- reason there is no constraint on the kinds of queue.pending_settlement: ended, again, replace, recheck,
+-- readmit, refill, signal, event, group.
 create table queue.finished (
   id bigint not null,
   finished_at timestamptz not null,
@@ -40,7 +40,7 @@ create table queue.attempt (
     'released'))
 );
 
--- Jobs whose end clients wait for. The last value of awaited_seq is about the largest id among them
+-- Jobs for whose end clients wait. The last value of awaited_seq is about the largest id among them
 -- (inspect/results.sql).
 create table queue.awaited (
   id bigint not null,
@@ -49,9 +49,9 @@ create table queue.awaited (
   constraint awaited_pkey primary key (id, no)
 );
 
--- Needs, and the present state of each. class: s: succeeded (ended, if the job only awaits it; in any state,
--- if it no longer does); f: failed (or cancelled, held, upstream_failed); p: pending. is_satisfied: the need
--- no longer holds the job. Private.
+-- Needs, and the present state of each. class: s: succeeded (if the job only awaits the need: ended; if it no
+-- longer does: any state); f: failed (or cancelled, held, upstream_failed); p: pending. is_satisfied: the
+-- need no longer holds the job. Private.
 create view queue.need_now as
 select d.ctid, d.job_id, d.need_id, d.mode, d.is_open, d.deleted_state, c.class,
   c.class = 's' or c.class = 'f' and d.mode & {{proceed}} <> 0 as is_satisfied
@@ -68,8 +68,8 @@ cross join lateral (
 
 create sequence queue.awaited_seq minvalue 0 start 0;
 
--- The time up to which retention counts (work/retention.sql): safe_at; or looked_at, once all transactions up
--- to looked_xid have ended.
+-- The time up to which retention counts (work/retention.sql): safe_at, or, once all transactions up to
+-- looked_xid have ended, looked_at.
 create table queue.horizon (
   is_only boolean not null default true,
   looked_at timestamptz not null default '-infinity',

@@ -1,5 +1,5 @@
 -- How many jobs ended in each minute, by queue and task (work/minutes.sql). waits, runs: how many of them
--- waited and ran for how long. The n-th number counts times in the n-th class (queue._class_of).
+-- waited, and ran, for how long: the n-th number counts times in the n-th class (queue._class_of).
 create table queue.minute (
   minute timestamptz not null,
   queue text collate "C" not null,
@@ -13,7 +13,7 @@ create table queue.minute (
   constraint minute_pkey primary key (minute, queue, task)
 );
 
--- Up to which time ends have been counted. All transactions that may have ended a job before safe_at have
+-- The time up to which ends have been counted. All transactions that may have ended a job before safe_at have
 -- ended; when looked_at was read, those in open_xids had not.
 create table queue.minute_cursor (
   is_only boolean not null default true,
@@ -33,5 +33,5 @@ where (select x.is_all from queue.visible_queues x)
   or m.queue like any ((select x.queues from queue.visible_queues x)::text[]);
 comment on view queue.minutes is
   'How many jobs of each queue and task ended in each minute of the last 7 days: succeeded, failed,'
-    ' cancelled; failures: their attempts that failed, crashed or timed out. Counted by maintenance, about 10'
-    ' seconds later. The times are in queue.series and queue.task_stats.';
+    ' cancelled. failures: their attempts that failed, crashed or timed out. Maintenance counts them about'
+    ' 10 seconds later. queue.series and queue.task_stats have the times.';

@@ -1,5 +1,5 @@
 -- Workers that stand in the line of sleepers (work/line.sql). is_busy: it runs jobs; served: a hash of what
--- it serves; pid: the session that listens. These are hints: a lost row costs time.
+-- it serves; pid: the session that listens. These are only hints: a lost row costs time.
 create table queue.sleeper (
   worker_id bigint not null,
   is_busy boolean not null,
