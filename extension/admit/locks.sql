@@ -3,9 +3,9 @@
 --
 -- ordered: the first member by id has the turn, and keeps it until it has ended, even while it waits. The
 -- search for the next member starts after the id of the one that ended, so that dead rows before it cost
--- nothing. Two searches have no id to start after, and read all dead rows of a lock: _join_locks looks for
--- the last member, once in each admission that finds the lock empty; _next_mixed looks for the first one of a
--- mixed lock at each end.
+-- nothing. Two searches have no id to start after, and read all dead rows of a lock. _join_locks looks for
+-- the last member, once in each admission that finds the lock empty. _next_mixed looks for the first member
+-- of a mixed lock whenever a member ends.
 -- A job is late if it joins when a member with a greater id exists: its transaction committed late, it is
 -- retried, or the other took the lock on a retry. It comes before the members that wait, and takes the turn
 -- of a younger one unless that one runs (_give_turn_to_older). is_late lets searches find it until it has had

@@ -15,9 +15,9 @@ begin
 end $$;
 
 -- p_n claims of jobs with one key have ended (_only_key). This gives their slots to the jobs that wait for
--- them, as _release_slots and _refill do together, if the key has no rate, its jobs that are ready or wait
--- are in one lane without shares, and none of them has reserved slots. is_done: whether it did; if not,
--- nothing has changed.
+-- them, as _release_slots and _refill do together. It does so only if the key has no rate, its jobs that are
+-- ready or wait are in one lane without shares, and none of them has reserved slots. is_done: whether it did;
+-- if not, nothing has changed.
 -- With p_max_jobs, it also claims the jobs that the next fetch of p_worker would claim from p_queues (names;
 -- NULL: all), if they are simple: the first ready ones, or if none is ready, those that get the slots. The
 -- semaphore is then changed once, and jobs that get the slots save an update and their entry in the index of

@@ -4,9 +4,9 @@
 
 -- Claims of jobs with ordered locks have ended. Removes the jobs from their locks and makes the next ones
 -- ready, as _leave_locks and _enter_slots do together. Returns whether it did; if not, nothing has changed.
--- It does if no lock is mixed or has a late member, and if the next jobs wait for nothing but their turn,
--- have never started or been changed, and go to one lane, which exists and has no shares. With p_unless_news
--- it looks at nothing if there may be jobs that are not admitted yet (_has_news).
+-- It does so if no lock is mixed or has a late member. The next jobs must wait for nothing but their turn,
+-- must not have started or been changed before, and must go to one lane, which exists and has no shares. With
+-- p_unless_news it looks at nothing if there may be jobs that are not admitted yet (_has_news).
 -- Locks: the caller holds the admission lock, so that the rows do not move meanwhile.
 -- Why no wake-up is lost: in each lock the first member that has not ended becomes ready.
 -- One statement, because set-up is most of what a statement costs (ADR 1).

@@ -59,9 +59,9 @@ begin
   where k.key = u.key;
 end $$;
 
--- Frees the reserved slots of jobs that wait for one of these keys if they are outranked, if claims leave
--- room for them (they wait for a ready job, or for a rate), or if the key was looked at twice as often as
--- they have weight: others go before them. Returns the keys of these slots.
+-- Frees the reserved slots of jobs that wait for one of these keys in three cases. A job is outranked. Claims
+-- leave room for it, so it waits for a ready job, or for a rate. Or others go before it: the key was looked
+-- at twice as often as the job has weight. Returns the keys of these slots.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: _refill returns these keys, and is
 -- called for them.
 create or replace function queue._give_up_reserved(p_keys text[])

@@ -42,8 +42,8 @@ begin
   end if;
 end $$;
 
--- After a restore into another cluster the stored transaction ids mean nothing, or lie in the future: admits
--- again all jobs that have not been admitted, and gives every row an xid that this cluster has seen.
+-- Admits again all jobs that have not been admitted, and gives every row an xid that this cluster has seen.
+-- After a restore into another cluster the stored transaction ids mean nothing, or lie in the future.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._restart_cursor()
 returns void language plpgsql volatile parallel unsafe security invoker as $$

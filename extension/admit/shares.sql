@@ -212,8 +212,8 @@ begin
   return round(100000 / coalesce(v_weight, 1));
 end $$;
 
--- The tag that puts a job first among the jobs that wait for a slot of a key in a lane, because it was ready
--- before them; in a lane without tags the place that was passed.
+-- The tag that puts a job before all jobs that wait for a slot of a key in a lane, because it was ready
+-- before them. In a lane without tags it is the place that was passed.
 create or replace function queue._front_tag(p_key text, p_lane integer, p_place timestamptz)
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 begin

@@ -9,7 +9,8 @@
 -- Why no wake-up is lost: a job that reaches this gate sees every signal whose settlement has been read,
 -- because that signal was committed. A later admission reads the settlement of a signal that commits later,
 -- and finds the job waiting here. A job that is elsewhere then (it is held, or needs another job) looks for
--- its signals when it comes back; an event ends its wait at once, because it may not be kept for so long.
+-- its signals when it comes back. An event ends its wait at once, because the event may not be kept for so
+-- long.
 -- Two sessions: work/signals.wait.spec, work/signals.timeout.spec, work/waits.prune.spec.
 -- Tests: admit/suspended.sql, work/waits.sql, work/waits.late.sql.
 
@@ -265,8 +266,8 @@ end $$;
 -- Deletes expired events, except those that a wait must still get. p_safe_at: the result of _safe_at, called
 -- before everything visible was admitted.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: at p_safe_at the transactions of all
--- waits that began before the event expired had ended; such a wait has got the event, or is on its way to the
--- gate (its job is held, or needs another), and queue.suspended shows it.
+-- waits that began before the event expired had ended. Such a wait has got the event, or it is on its way to
+-- the gate (its job is held, or needs another one), and queue.suspended shows it.
 create or replace function queue._prune_events(p_max integer, p_safe_at timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin

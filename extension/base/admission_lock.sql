@@ -51,9 +51,9 @@ end $$;
 -- operations use, lock_timeout is at most 10 s for the rest of the transaction. The setting pgdefer.admits
 -- tells later calls of the transaction that it holds the lock (_has_admission).
 -- It waits in parts of 2 s. If the holder took the lock in a savepoint that it has released, PostgreSQL lets
--- a session wait for the holder's whole transaction, even if the holder then rolls back an outer savepoint;
--- others wait behind that session. If that holder then waits for the lock again, they wait for each other.
--- Such a deadlock is over with this part, so only a second one is raised. 2 s is longer than
+-- a session wait for the holder's whole transaction. That is so even if the holder then rolls back an outer
+-- savepoint. Others wait behind that session. If that holder then waits for the lock again, they wait for
+-- each other. Such a deadlock is over with this part, so only a second one is raised. 2 s is longer than
 -- deadlock_timeout's default; with a longer deadlock_timeout only the holder finds a deadlock.
 -- The server counts a session as idle only once its client has closed the pipeline, and never while it sends.
 -- So a waiter looks after each part, and ends a holder that it has found waiting for its client five times.

@@ -129,8 +129,9 @@ begin
   return v_interval;
 end $$;
 
--- An interval that can be added to and subtracted from any time: no part is negative (a month less and 40
--- days more is a positive interval, but may still lead out of the calendar), and it is at most 4,000 years.
+-- Whether an interval can be added to and subtracted from any time. No part of it may be negative: a month
+-- less and 40 days more is a positive interval, but may still lead out of the calendar. And it must be at
+-- most 4,000 years.
 create or replace function queue._is_bounded(value interval)
 returns boolean language plpgsql immutable parallel safe security invoker as $$
 begin

@@ -71,10 +71,11 @@ begin
     + (random() * 4294967296)::bigint;
 end $$;
 
--- Since when workers can reach the server, so that their silence means something: since the server's start;
--- or since the era began, if the server was promoted, or if the last era was of the same start (then a
--- recovery came between, and nobody knows when it was done); or since all workers were found silent at once
--- (work/silence.sql). The first worker that comes begins the era. Before that no worker counts as dead.
+-- Since when workers can reach the server, so that their silence means something. That is the start of the
+-- server. If the server was promoted, or the last era was of the same start, it is the beginning of the era:
+-- a recovery came between, and nobody knows when it was done. If all workers were found silent at once
+-- (work/silence.sql), it is that time. The first worker that comes begins the era. Before that no worker
+-- counts as dead.
 create or replace function queue._up_since()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 begin

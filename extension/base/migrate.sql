@@ -6,7 +6,7 @@
 -- version. It waits for these for 100 ms at a time, so that defer waits behind it no longer than that, and a
 -- hundred times. It does not build a missing large index, but warns of it.
 -- Raises: QJ090 if there is no step from the version of the tables, or there are no tables; 55P03 if a
--- transaction that has used the tables stays open too long; 55000 while they are being restored.
+-- transaction that has used them stays open too long; 55000 while they are being restored.
 create or replace function queue.migrate()
 returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$

@@ -120,9 +120,9 @@ begin
   from jsonb_array_elements(p_outcomes) o where o -> 'options' ->> 'queue' <> '';
 end $$;
 
--- Raises: 42501 if a job that was just deferred is in another queue, QJ004 if it is an existing job of
--- another queue that holds the queueing lock or was deferred first with the idempotency key, QJ001 if its
--- needs or parent are in another queue.
+-- Checks a job that was just deferred. Raises: 42501 if it is in another queue; QJ004 if it is an existing
+-- job of another queue, which holds the queueing lock or was deferred first with the idempotency key; QJ001
+-- if its needs or parent are in another queue.
 -- p_key, p_key_queue: the result of _used_idempotency_key. A removed job counts as being in that queue.
 -- p_table: the table whose trigger deferred it. Its owner's rights suffice, if the owner may defer by
 -- triggers.

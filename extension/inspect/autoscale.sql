@@ -58,7 +58,7 @@ begin
 end $$;
 comment on function queue.autoscale_hint(interval) is
   'Returns for each queue that is not paused how many jobs should run at once (slots), so that all jobs that'
-    ' are ready, or become due within that time, start within it. slots is the number of running jobs, or the'
-    ' average number of slots that the jobs which ended in the last 5 minutes kept busy, whichever is'
-    ' greater; plus at most one for each ready job, according to how long jobs ran in these 5 minutes (if'
+    ' are ready, or become due within that time, start within it. slots is the number of running jobs or, if'
+    ' that is greater, the average number of slots that the jobs which ended in the last 5 minutes kept'
+    ' busy. At most one is added for each ready job, according to how long jobs ran in these 5 minutes (if'
     ' none ended, how long the running ones have run; 1 second if none run).';

@@ -59,10 +59,10 @@ begin
 end $$;
 comment on function queue.series(interval, interval, text, text) is
   'Returns what happened within a time (at most 7 days), a row for each step (whole minutes, in UTC): the'
-    ' jobs that ended, by state; their attempts that failed, crashed or timed out (failures); the'
-    ' percentiles of waiting (from due to the last start) and of the last runs, which are off by 12 % at most'
-    ' (times below 1.3 ms count as 1.1 ms). queue: a name or prefix*; task: a name. Maintenance counts ends'
-    ' about 10 seconds later, and the last step may not be over.';
+    ' jobs that ended, by state; their attempts that failed, crashed or timed out (failures); and the'
+    ' percentiles of waiting (from due to the last start) and of the last runs. The percentiles are off by'
+    ' 12 % at most; times below 1.3 ms count as 1.1 ms. queue: a name or prefix*; task: a name. Maintenance'
+    ' counts ends about 10 seconds later, and the last step may not be over.';
 
 -- Cost: as series. Raises: 22023.
 create or replace function queue.task_stats(within interval default '1 day')

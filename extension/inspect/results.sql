@@ -87,6 +87,6 @@ begin
   return next;
 end $$;
 comment on function queue.await_result(bigint) is
-  'Returns the same as result, and how to wait for a job that has not finished: LISTEN on channel (NULL: no'
-    ' notification will come) and call again; if the job still has not finished, wait up to wait_for for a'
+  'Returns the same as result, and how to wait for a job that has not finished. LISTEN on channel (NULL: no'
+    ' notification will come) and call again. If the job still has not finished, wait up to wait_for for a'
     ' notification and call again. Both are NULL once the job has finished.';

@@ -81,7 +81,7 @@ begin
     order by k.queue, k.task;
 end $$;
 comment on function queue.stats() is
-  'Returns a row for each queue and task: its unfinished jobs by state, the failed jobs that are kept,'
-    ' and how long the oldest ready job has been due; for the last 5 minutes and the last hour, the jobs'
+  'Returns a row for each queue and task: its unfinished jobs by state, the failed jobs that are kept, and'
+    ' how long the oldest ready job has been due. For the last 5 minutes and the last hour it adds the jobs'
     ' that ended, failed attempts (failures), jobs per second, and the percentiles of waiting (from due to'
     ' the last start) and running.';

@@ -38,9 +38,9 @@ begin
   return v_id;
 end $$;
 comment on function queue.fork(bigint, text) is
-  'Defers a copy of a job (queue.copy) that continues from one of its finished steps: the copy has the'
-    ' steps that were finished before that one, and finds the results of the jobs that it awaited, if these'
-    ' have ended. Returns the id of the copy.';
+  'Defers a copy of a job (queue.copy) that continues from one of its finished steps. The copy has the steps'
+    ' that were finished before that one. It also has the awaited jobs of the original that have ended.'
+    ' Returns the id of the copy.';
 
 -- Raises: QJ009, always.
 create or replace function queue._no_such_step(id bigint, step text)

@@ -1,13 +1,13 @@
 -- Finding and locking jobs wherever they are.
 --
--- Lock order of a call on one job: its row in queue.active_job (waiting for a session that ends or claims
--- it), then its queueing lock's row (waiting for a session that replaces it), then the admission lock, then
--- the rest. Once the call holds the admission lock, only a claim can move the job, and claims skip the locked
--- row. Under the admission lock it waits for nothing that another transaction could hold for long: not for
--- these rows, nor for queue.job_override of a job that is being finished. The first lock is FOR NO KEY
--- UPDATE, so the call does not wait for a transaction that has only finished a step (work/steps.sql) and may
--- last; _try_lock_job then finds the job busy. The call checks again under the admission lock whether the
--- caller may use the jobs' queues, because jobs may have moved while it waited.
+-- Lock order of a call on one job: its row in queue.active_job, then its queueing lock's row, then the
+-- admission lock, then the rest. For the first it waits for a session that ends or claims the job, for the
+-- second for a session that replaces it. Once the call holds the admission lock, only a claim can move the
+-- job, and claims skip the locked row. Under the admission lock it waits for nothing that another transaction
+-- could hold for long: not for these rows, nor for queue.job_override of a job that is being finished. The
+-- first lock is FOR NO KEY UPDATE, so the call does not wait for a transaction that has only finished a step
+-- (work/steps.sql) and may last; _try_lock_job then finds the job busy. The call checks again under the
+-- admission lock whether the caller may use the jobs' queues, because jobs may have moved while it waited.
 --
 -- A call on many jobs must keep no job from workers or other calls while it waits for one client. So it first
 -- waits for each row, key and lock alone, and lets it go again. Only then does it take all of them in their

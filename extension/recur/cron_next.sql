@@ -62,8 +62,8 @@ end $$;
 
 -- The first instant later than the whole second `after` whose local time matches; NULL as in _cron_next.
 -- The search goes from one stretch of constant offset to the next. A change of offset matters only in the 24
--- hours after the point reached (clocks set back show earlier times again) and in those before the match
--- (clocks set forward get there sooner): the search skips the time between.
+-- hours after the point reached, because clocks set back show earlier times again, and in the 24 hours before
+-- the match, because clocks set forward get there sooner. The search skips the time between.
 create or replace function queue._cron_next_elapsed(
   cron bigint[], timezone text, after timestamptz)
 returns timestamptz language plpgsql stable parallel safe security invoker as $$

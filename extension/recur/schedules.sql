@@ -4,9 +4,9 @@
 -- (admit/admission.sql) finds the row when it is due, defers the job or records why not, and sets next_run_at
 -- to a later run, all in one transaction under the admission lock (recur/runs.sql).
 -- Why there is at most one job for (name, run_at), however often schedules are checked, and whatever the
--- clock does: next_run_at always lies after last_run_at, which only ever rises, and a run that
--- queue.schedule_run has recorded is not run again (_run_schedules). Rows of queue.schedule are written only
--- under the admission lock; rows of queue.schedule_run never change, and are pruned.
+-- clock does: next_run_at always lies after last_run_at, which only rises. And a run that queue.schedule_run
+-- has recorded is not run again (_run_schedules). Rows of queue.schedule are written only under the admission
+-- lock; rows of queue.schedule_run never change, and are pruned.
 
 -- Locks: the admission lock, waited for, only if something changes. Raises: 22023, QJ008.
 create or replace function queue.schedule(

@@ -21,8 +21,8 @@ begin
       from queue.job j left join queue.task t on t.name = j.task where j.id = attempts_left.id) x;
 end $$;
 comment on function queue.attempts_left(bigint, bigint) is
-  'For a handler: at which failure its job fails for good by its retry policy (NULL: never), how often it'
-    ' has failed since the last manual retry, and whether a failure of this run would be the last.';
+  'For a handler. Returns at which failure its job fails for good by its retry policy (NULL: never), how'
+    ' often it has failed since the last manual retry, and whether a failure of this run would be the last.';
 
 -- Volatile, so that it sees what another call in the same statement has done.
 -- Locks: none. Raises: QJ001.
@@ -42,12 +42,13 @@ comment on function queue.attempt_outcome(bigint, bigint) is
     ' told to abort, the claim ended as aborted.';
 
 -- Ends the claim with an outcome other than succeeded and returns the job's new state. In addition to the
--- outcomes of _check_outcome there are two internal ones: retried (by queue.retry with force; at and change:
--- the time and the changes) and suspended (work/waits.sql, work/step_failures.sql; is_open: its wait has not
--- ended yet; label: the attempt's outcome, if not yielded). crashed comes from reap or, with a claim, from a
--- live worker whose process ran only this job and died. A run that ends by waiting clears the count of
--- crashes, as a job that lives for months may crash now and then. Changes for a retry (queue, priority, lock)
--- are handed over, not written here: settling first releases what the claim held under the old names.
+-- outcomes of _check_outcome there are two internal ones. retried comes from queue.retry with force (at,
+-- change: the time and the changes). suspended comes from work/waits.sql and work/step_failures.sql (is_open:
+-- its wait has not ended yet; label: the attempt's outcome, if not yielded). crashed comes from reap or, with
+-- a claim, from a live worker whose process ran only this job and died. A run that ends by waiting clears the
+-- count of crashes, as a job that lives for months may crash now and then. Changes for a retry (queue,
+-- priority, lock) are handed over, not written here: settling first releases what the claim held under the
+-- old names.
 -- Locks: the claim's row of queue.active_job, which protects the job's row of queue.job_override; if the job
 -- has ended, those of _clean_up; with p_settle also the admission lock, by try; for an unknown task those of
 -- _leave_line. Why no wake-up is lost: the claim is settled, here or by the next admission.

@@ -1,9 +1,10 @@
 -- Claiming under a limit that all jobs at hand share, because they have the same one key: in few statements.
 -- Tests: admit/one_key.sql.
 
--- Claims up to p_n jobs, as _claim_limited does, if the lanes have one queue and priority, and those of the
--- jobs that have a limit have one and the same key with room for all of them, and no other limit. If not, it
--- changes nothing and ids is NULL. Paused lanes are left out. first_claim: as for _claim_newcomer.
+-- Claims up to p_n jobs, as _claim_limited does, if the lanes have one queue and priority, and all jobs with
+-- a limit have one and the same key. The key must have room for all of them, and they must have no other
+-- limit. If not, it changes nothing and ids is NULL. Paused lanes are left out. first_claim: as for
+-- _claim_newcomer.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._claim_one_key(
   p_worker bigint, p_lanes integer[], p_n integer, out ids bigint[], out first_claim bigint)

@@ -17,7 +17,7 @@
 -- (_release_stale, work/reap.sql), the worker's next fetch at the latest.
 
 -- Locks, here and in callers: a fetch that keeps claims undelivered holds the rows of queue.active_job that
--- it has claimed, and the admission lock if it took it; its rows of queue.undelivered are new, so nobody
+-- it has claimed, and the admission lock if it took it. Its rows of queue.undelivered are new, so nobody
 -- waits for them. A fetch that hands out holds only rows of queue.undelivered, which reap and before_sleep
 -- skip. A fetch that meets expired claims ends these, and hands out nothing.
 -- Why nothing is lost: a claim and its row here commit together, so each claim is either handed out by the

@@ -73,7 +73,7 @@ end $$;
 -- less than 100 ms, it began after the row became visible: it sees the row, and wakes that worker, which
 -- listens on its own channel by then. One that leaves in a longer transaction is like a frozen one: the
 -- deputy takes its place. If the first two die or freeze together, the third looks every 2 s, the others
--- every 10 to 30 s, each at its own time; then before_sleep passes over sessions that have ended and workers
+-- every 10 to 30 s, each at its own time. Then before_sleep passes over sessions that have ended and workers
 -- that reap has given up.
 create or replace function queue._leave_line(p_worker bigint, p_has_found boolean)
 returns void language plpgsql volatile parallel unsafe security invoker as $$

@@ -51,10 +51,10 @@ exception when others then
   raise warning 'pgdefer: maintenance failed: % (%)', sqlerrm, sqlstate;
 end $$;
 
--- _maintain, after a fetch that found nothing: every 10 s in a session; when a lease has ended or a job has
--- expired, because a sleeper was told to come back then; if an earlier call has not reached all claims of a
--- dead worker; and if a claim was not handed out for too long. The first call only records the time, because
--- heartbeats do most of the due work.
+-- Runs _maintain after a fetch that found nothing, in four cases: every 10 s in a session; when a lease has
+-- ended or a job has expired, because a sleeper was told to come back then; if an earlier call has not
+-- reached all claims of a dead worker; and if a claim was not handed out for too long. The first call only
+-- records the time, because heartbeats do most of the due work.
 create or replace function queue._maintain_idle()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare

@@ -3,8 +3,8 @@
 -- Maintenance counts the ends of jobs and attempts from their tables, in the order of finished_at, so that
 -- workers do nothing for it. queue.minute_cursor says up to which time it has counted.
 --
--- Why none is missed, and none counted twice: a session that ends a job reads the clock for finished_at only
--- when it has an xid and a writer's lock on queue.active_job, or when it holds the admission lock. The count
+-- Why none is missed, and none counted twice: a session that ends a job reads the clock for finished_at late.
+-- By then it has an xid and a writer's lock on queue.active_job, or it holds the admission lock. The count
 -- holds the admission lock, reads the clock, and then looks for sessions with both of the former. If there
 -- are none, all ends before that time are visible to the next statement. Otherwise it waits for just these.
 -- Rows are removed only under the admission lock, and are counted before that if they have not been. If the

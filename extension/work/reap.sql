@@ -37,8 +37,8 @@ comment on function queue.worker_died(bigint) is
 -- A late claim of a worker that has deregistered is released, like its others; that of a dead worker has
 -- crashed. While the server was down no heartbeat could arrive, nor between the primary's death and the
 -- promotion of its standby. So if the last sign of life was before workers could reach the server
--- (_up_since), a worker counts as dead dead_after past that at the earliest, and a lease or a timeout ends
--- 30 s past it.
+-- (_up_since), a worker counts as dead only dead_after past that time, and a lease or a timeout ends 30 s
+-- past it.
 -- A session looks for claims of removed workers once in 10 s. It stops after a second (_reap: p_budget), but
 -- not before 20 claims; the next call continues.
 create or replace function queue.reap()

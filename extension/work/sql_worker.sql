@@ -182,9 +182,9 @@ begin
 end $$;
 comment on function queue.run_function(bigint, bigint) is
   'Runs the database function of a claim''s task, as the calling role, and ends the claim in the same'
-    ' transaction: succeeded, with the return value; or failed, with the error and its context, and without'
-    ' any of the function''s writes, also if it has ended the claim itself or its timeout has passed. Use it'
-    ' for claims whose task a client does not know: without a function the claim ends as unknown_task.'
-    ' Returns the job''s new state, the outcome as queue.attempts has it, or succeeded, and the error. Raises'
-    ' QJ002 if the claim is lost; then everything is undone. It needs a transaction of its own, in READ'
-    ' COMMITTED, with statement_timeout set to the job''s timeout.';
+    ' transaction. It ends as succeeded, with the return value; or as failed, with the error and its'
+    ' context, and without any of the function''s writes. It also fails if the function has ended the claim'
+    ' itself, or its timeout has passed. Use it for claims whose task a client does not know: without a'
+    ' function the claim ends as unknown_task. Returns the job''s new state, the outcome as queue.attempts'
+    ' has it, or succeeded, and the error. Raises QJ002 if the claim is lost; then everything is undone. It'
+    ' needs a transaction of its own, in READ COMMITTED, with statement_timeout set to the job''s timeout.';

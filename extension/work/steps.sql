@@ -1,8 +1,8 @@
 -- Steps of durable jobs: the next run of a job continues after its last finished step.
 --
 -- Each step has a name. If a run uses a name again, the use gets a number: a, a#2, a#3. SQL applies this
--- rule, so that all clients behave alike: begin_step gives a name the number of its use in this run, and
--- finish_step, as all calls that end a step (_step_to_end), means the use that was begun. A client that
+-- rule, so that all clients behave alike. begin_step gives a name the number of its use in this run.
+-- finish_step means the use that was begun, as do all calls that end a step (_step_to_end). A client that
 -- counts the uses itself passes a#2, and needs no begin_step.
 -- Locks: the claim's row of queue.active_job, FOR KEY SHARE; then the step's row of queue.step. The
 -- worker's own end of the claim waits for a transaction that has finished a step; reap and operators

@@ -190,11 +190,11 @@ begin
   perform queue._selection(p_options - '{in_line,busy}'::text[]);
 end $$;
 
--- Whether no job of these queues can start by itself: none is ready (which includes jobs that a rate,
--- max_running or a key holds back, and crashed ones that must run alone), nothing is due, no committed job is
--- still to be admitted, and no claim is still to be reaped. p_due: the last result of _next_due. If that is
--- now, it checks whose jobs are due, so that steady commits to other queues do not keep a worker: it reads
--- the first 1,000, and if there are more the queues are not drained, because fetch admits them.
+-- Whether no job of these queues can start by itself: none is ready, nothing is due, no committed job is
+-- still to be admitted, and no claim is still to be reaped. Jobs that a rate, max_running or a key holds back
+-- count as ready, and so do crashed ones that must run alone. p_due: the last result of _next_due. If that is
+-- now, it checks whose jobs are due, so that steady commits to other queues do not keep a worker. It reads
+-- the first 1,000; if there are more, the queues are not drained, because fetch admits them.
 -- p_options: those of before_sleep, checked.
 -- Locks: none.
 create or replace function queue._is_drained(p_queues text[], p_options jsonb, p_due timestamptz)

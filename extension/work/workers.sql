@@ -16,9 +16,9 @@ begin
 end $$;
 comment on function queue.register_worker(text, text[], jsonb) is
   'Registers a worker that serves the queues (names, prefix*, *; NULL: all) and returns its id.'
-    ' queue.workers shows info. These keys of info have a meaning: client (its name and version: refused with'
-    ' QJ090 if it is not compatible), dead_after (interval, 30 s), listen (false: the worker only polls, as'
-    ' behind a transaction pooler), session (true: see queue.work).';
+    ' queue.workers shows info. These of its keys have a meaning: client (name and version; refused with'
+    ' QJ090 if it does not fit), dead_after (interval, 30 s), listen (false: the worker only polls, as'
+    ' behind a transaction pooler) and session (true: see queue.work).';
 
 -- Locks: as _restart_grace, if all workers were silent; the worker's row; its rows of queue.abort; then as
 -- _maintain, which waits for nothing: the answer is complete by then.
