@@ -124,9 +124,9 @@ exception when {{fault}} then
   from queue._admit(p_slice, p_singly => true) a;
 end $$;
 
--- The cursor, and what it has not passed yet: the xids where ranges of new jobs begin; the transactions in
--- flight then that have committed since (ended_xids); whether there are settlements; when the next waiting
--- job and the next schedule are due. All of it by one snapshot, upto.
+-- The cursor, and what it has not passed yet. ranges: the xids where ranges of new jobs begin. ended_xids:
+-- the transactions in flight then that have committed since. Besides: whether there are settlements, and when
+-- the next waiting job and the next schedule are due. All of it by one snapshot, upto.
 create or replace function queue._look_for_rows(
   out tick bigint, out next_xid xid8, out high_id bigint, out has_backlog boolean, out due_at timestamptz,
   out upto pg_snapshot, out own xid8, out has_pending boolean, out high_need_id bigint,

@@ -5,8 +5,8 @@
 -- left to the next admission. p_takes: first these jobs take the earliest deadline of those that need them.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked. If another transaction
 -- has locked a row, it may hold queue.job_override for long: such jobs are returned for a recheck.
--- Why no wake-up is lost: keys whose waiting jobs have another order now, in which a lighter one may come
--- first, are handed over to the next admission, and so are jobs that make way.
+-- Why no wake-up is lost: if a key's waiting jobs have another order now, a lighter one may come first. So
+-- the key is handed over to the next admission. Jobs that make way are handed over, too.
 create or replace function queue._propagate_deadline(p_ids bigint[], p_takes boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare

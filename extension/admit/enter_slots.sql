@@ -87,8 +87,8 @@ end $$;
 -- p_by_turns: shares take turns at slots for which no job waits yet, and the jobs that get them count as
 -- turns in the line that begins.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
--- In one piece, because the loop shares its arrays: a function for it would take 11 arguments and return 9,
--- and 50 jobs with a key would take 0.1 % more instructions.
+-- With a function of its own for the loop, 50 jobs with a key would take 0.1 % more instructions.
+-- In one piece, because the loop shares its arrays: that function would take 11 arguments and return 9.
 create or replace function queue._take_slots(
   p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[],
   p_is_refill boolean, p_from text[] default null, p_places timestamptz[] default null,

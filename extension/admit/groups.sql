@@ -1,9 +1,9 @@
 -- Groups: counting their jobs, and deferring their callbacks.
 --
 -- Everything here runs under the admission lock. A job joins its group when it is admitted. The flag needed,
--- which defer sets for it, hands its end over to admission, as that of a job that others need. Each change is
--- counted by comparing a member's row with queue.finished, so it does not matter how often, or why, a job is
--- looked at: when it ends, is retried, or is marked as done.
+-- which defer sets for it, hands its end over to admission, as that of a job that others need. A job is
+-- looked at when it ends, is retried, or is marked as done. Its row of queue.group_member is then compared
+-- with queue.finished, so it does not matter how often, or why, this happens.
 --
 -- A settlement of kind group (job_id: the group's number, negative) makes an admission decide what follows:
 -- close_group appends one, and so does the count of the last unfinished job or the first failed one.
@@ -159,8 +159,8 @@ begin
     group by l.virtualtransaction;
 end $$;
 
--- Defers the callbacks of groups that are due and have not been deferred: those of 200 groups, so that nobody
--- waits long for the admission lock; the next admission goes on with the others.
+-- Defers the callbacks of groups that are due and have not been deferred. One call handles 200 groups, so
+-- that nobody waits long for the admission lock; the next admission goes on with the others.
 -- Locks: the caller holds the admission lock. An error is recorded, and keeps nothing from going on.
 create or replace function queue._defer_callbacks(p_nos bigint[])
 returns void language plpgsql volatile parallel unsafe security invoker as $$

@@ -3,9 +3,9 @@
 
 -- Admits at most p_slice jobs of a range of the log, with priorities from p_bottom to p_top if given. The
 -- rest goes to queue.backlog (is_cut). Plain jobs go to queue.active_job here; the others go through the
--- gates, and so do jobs that may be needed, as their ids are at most p_high_need_id. With p_park, jobs with
--- an ordered lock are parked until all backlog has been read, and are then admitted in the order of ids,
--- because the backlog may contain older jobs of the same lock.
+-- gates, and so do jobs that may be needed, as their ids are at most p_high_need_id. The backlog may contain
+-- older jobs of an ordered lock. So with p_park, jobs with an ordered lock are parked until all backlog has
+-- been read, and are then admitted in the order of ids.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._admit_range(
   p_from_xid xid8, p_from_id bigint, p_to_xid xid8, p_to_id bigint, p_upto pg_snapshot, p_own xid8,

@@ -61,8 +61,8 @@ end $$;
 -- Checks the jobs that need jobs whose state has changed. met: jobs that no longer wait, and are in no gate
 -- now. changed: jobs that fail because of this, or that may succeed again, so that their own dependents must
 -- be checked. A job that has passed but not started goes back to wait if one of its needs is pending again or
--- has failed: a succeeded job may be retried while its needs have failed. keys: semaphores that have room
--- now.
+-- has failed. A need can fail after it succeeded: a succeeded job may be retried while its own needs have
+-- failed. keys: semaphores that have room now.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 -- Invariant: only the state decides, so checking once too often does no harm.
 create or replace function queue._needs_changed(p_ids bigint[], out met bigint[], out changed bigint[],

@@ -4,12 +4,12 @@
 -- A job with several keys waits for the first full one. When that has a slot for it, another key may be full,
 -- and later jobs take the slot. For as long as such jobs keep both keys full, it could go from line to line.
 -- So after some changes of line (macro patience) it reserves slots: when it goes on to a full key and is the
--- first in that line, nobody else gets its slots of the keys before that one. `used` counts them. For the
--- reasons and the cost see docs/adr/0012-reserved-slots.md.
+-- first in that line, it keeps its slots of the keys before that one. `used` counts them. For the reasons and
+-- the cost see docs/adr/0012-reserved-slots.md.
 --
 -- Only the first job of a line reserves: one at a time of the jobs that have a key, and one in 10 s of a lane
 -- (_may_reserve). So a hundred jobs do not take all slots of a key, or wait for one another while slots are
--- idle, and a job that waits for a long claim does not keep the others from the key.
+-- idle. And a job that waits for a long claim does not keep the others from the key.
 -- Why nothing stops: a job has reserved slots only while claims and reserved slots fill the key that it waits
 -- for, and only of keys that come before that one, in the order of _take_slots. So of the jobs that have
 -- reserved slots, the one that waits for the last key waits only for claims to end. If it waits for a ready

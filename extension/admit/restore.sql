@@ -27,9 +27,9 @@ begin
 end $$;
 
 -- Makes sure that the era is current. A session calls it before its first claim. Once is enough, because an
--- era ends together with all sessions that could claim: with the server or its recovery (a session of a
--- standby could not claim, so it has not called this), or with the tables, when they are created again. Other
--- cases lose nothing. A rolled-back transaction forgets the call.
+-- era ends together with all sessions that could claim: with the server, with its recovery, or with the
+-- tables, when they are created again. A session of a standby could not claim, so it has not called this.
+-- Other cases lose nothing. A rolled-back transaction forgets the call.
 -- Locks: as _check_era: the caller holds nothing.
 create or replace function queue._ensure_era()
 returns void language plpgsql volatile parallel unsafe security invoker as $$

@@ -43,7 +43,7 @@ end $$;
 
 -- _admit_gated, for all together or one by one. Returns the jobs that must be tried again, as _admit_singly
 -- does. It also returns the least urgent of many jobs with keys and needs, which would keep the admission
--- lock for too long; jobs with an ordered lock come first, by id, because their locks require that order.
+-- lock for too long. Jobs with an ordered lock come first, by id, because their locks require that order.
 create or replace function queue._admit_all_gated(p_ids bigint[], p_singly boolean)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare

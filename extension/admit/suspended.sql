@@ -78,8 +78,8 @@ end $$;
 -- Makes signalled jobs ready whose signal ends their wait at this gate, and for which no later gate can be
 -- closed: jobs of a plain lane, which a queue with limits does not have. It returns the others, for
 -- _take_signals. With a worker it claims them at once, as _claim_newcomer does with new jobs: only from lanes
--- that the worker serves (p_queues; NULL: all) and that are not paused, no job with a timeout, and none if
--- several settlements are pending from p_from on.
+-- that the worker serves (p_queues; NULL: all) and that are not paused, and no job with a timeout. It claims
+-- none if several settlements are pending from p_from on.
 -- Its statements are few and short: their set-up is most of the time from a signal to its job's start.
 -- is_suspended stays set in queue.job_override, until the end of an attempt or this gate sets it again.
 -- Locks: the caller holds the admission lock, which protects all rows that change here.

@@ -28,7 +28,7 @@ end $$;
 
 -- Returns the payload that await_jobs hands over. A job that has ended may be awaited even if its retention
 -- is over. One that no longer exists counts as ended if the job has awaited it before, or if a finished step
--- has its id in a list: then it did exist, because the job deferred it in that step.
+-- has its id in a list. In the latter case it did exist, because the job deferred it in that step.
 -- Raises: QJ001, QJ005.
 create or replace function queue._check_awaited(p_id bigint, p_claim bigint, p_ids jsonb)
 returns jsonb language plpgsql volatile parallel unsafe security invoker as $$

@@ -24,7 +24,7 @@ begin
   end if;
 end $$;
 
--- Raises: 22023 unless ids is a list of ids, without NULL, and not too long for one call: its answer travels
+-- Raises: 22023 unless ids is a list of ids, without NULL, and not too long for one call. The answer travels
 -- with the admission lock held, and 1,000 rows always fit into the sockets' buffers (work/deliver.sql).
 create or replace function queue._check_ids(ids bigint[])
 returns void language plpgsql immutable parallel safe security invoker as $$
@@ -140,8 +140,8 @@ begin
               extract(hour from value), extract(minute from value), extract(second from value)) >= 0;
 end $$;
 
--- Raises: 22023 unless the time, which may be NULL, lies in the years 1 to 9999, which every client can
--- represent and to which any interval may be added; or, with may_be_never, is infinity.
+-- Raises: 22023 unless the time, which may be NULL, lies in the years 1 to 9999; or, with may_be_never, is
+-- infinity. Every client can represent these years, and any interval may be added to them.
 create or replace function queue._check_moment(what text, value timestamptz,
   may_be_never boolean default false)
 returns void language plpgsql immutable parallel safe security invoker as $$

@@ -1,11 +1,11 @@
 -- Sends every NOTIFY except that of the line (work/line.sql): to sleeping workers, to the worker of a claim,
--- to clients that wait for a result. Why no wake-up is lost: work/worker_sleep.sql.
--- Tests: work/worker_sleep.sql, work/worker_sleep.lead_sleeper.spec, operate/cancel_hold.finish.spec; many
--- wake-ups at once: tests/py/races/test_wake_ups.py.
+-- and to clients that wait for a result. Why no wake-up is lost: work/worker_sleep.sql. Many wake-ups at
+-- once: tests/py/races/test_wake_ups.py.
+-- Tests: work/worker_sleep.sql, work/worker_sleep.lead_sleeper.spec, operate/cancel_hold.finish.spec.
 
 -- Whether to notify. Not if the session or database has SET pgdefer.notify = off. Nor if a session that
--- listens, but stays in a transaction, has let the server's queue of notifications fill up: each COMMIT that
--- notifies would fail, until somebody calls pg_notification_queue_usage, which removes what all have read.
+-- listens, but stays in a transaction, has let the server's queue of notifications fill up. Then each COMMIT
+-- that notifies fails, until somebody calls pg_notification_queue_usage, which removes what all have read.
 -- Locks: none. Qualified, like defer.
 create or replace function queue._may_notify()
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$

@@ -35,8 +35,9 @@ end $$;
 -- Fills in defaults, checks, and appends. It evaluates no expression for an option that is not used, because
 -- each expression is set up again in every transaction.
 -- Locks and errors: as defer.
--- In one piece, because set-up of calls is most of the cost of such a job (ADR 1): with functions of their
--- own for keys and options, a job with a key would take 9 % more instructions, one with an option 10 % more.
+-- With functions of their own for keys and options, a job with a key would take 9 % more instructions, one
+-- with an option 10 % more.
+-- In one piece, because set-up of calls is most of the cost of such a job (ADR 1).
 create or replace function queue._defer_full(
   p_task text, p_args jsonb, p_queue text, p_priority integer, p_lock text, p_queueing_lock text,
   p_scheduled_at timestamptz,

@@ -47,8 +47,7 @@ begin
       from unnest(v_ids) with ordinality u (id, n)
       cross join lateral (select j.* from queue.job_now j where j.id = u.id offset 0) j
       cross join lateral (
-        -- This is cut before the pattern is compared, so that nobody can use the pattern to find out what is
-        -- hidden.
+        -- Masked before the pattern is compared, so that no pattern can find out what is hidden.
         select queue._mask_args(v_hidden -> j.task,
             coalesce(queue._replacement(u.id, j.flags) -> 'args', j.args)) as args,
           (search.queue is null or queue._matches(j.queue, search.queue))

@@ -121,9 +121,9 @@ begin
     p_at_once) c;
 end $$;
 
--- Continues what _claim_one_lane has begun. p_ids: claimed so far; p_lanes: the lanes whose ready jobs these
--- were, so that more must be admitted first; NULL: no lane was read; p_has_lock: the admission lock is held
--- and was used; p_has_more: another admission would find more; p_is_dry: there were only newcomers.
+-- Continues what _claim_one_lane has begun. p_ids: claimed so far. p_lanes: the lanes whose ready jobs these
+-- were, so that more must be admitted first; NULL: no lane was read. p_has_lock: the admission lock is held
+-- and was used. p_has_more: another admission would find more. p_is_dry: there were only newcomers.
 -- While a limited job is ready, at most p_at_once are claimed: it would hold its slot while it waits.
 -- Locks: as fetch.
 -- Why no wake-up is lost: a call that finds nothing has looked under the admission lock, or another session

@@ -131,7 +131,7 @@ end $$;
 -- The first jobs that wait for a slot of a key in a lane and match, at most p_n and at most 200: they are of
 -- p_tasks, and have a deadline before p_before, if given. None of them is behind a job that weighs more than
 -- p_heaviest (NULL: every weight fits). No job waits below (p_low_deadline, p_low).
--- However many others wait, it reads few rows: one index has the tasks, and another one the weights; it reads
+-- However many others wait, it reads few rows. One index has the tasks, and another one the weights; it reads
 -- the first job of each weight. For p_before it looks at the first 200 jobs of each task: in a lane they are
 -- those with the nearest deadlines, except where shares take turns.
 create or replace function queue._find_waiting(

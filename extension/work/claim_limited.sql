@@ -302,9 +302,9 @@ begin
   end if;
 end $$;
 
--- A ready job may be blocked for long by an uncommitted replacement. Admits other waiting jobs of the same
--- key and lane into the slots that it would leave idle; none if a heavy one goes before them, as _claim_ids
--- would send them back each time.
+-- A ready job may be blocked for long by an uncommitted replacement. This admits other waiting jobs of the
+-- same key and lane into the slots that would stay idle. It admits none if a heavy job goes before them,
+-- because _claim_ids would send them back each time.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
 -- Why no wake-up is lost: the admitted jobs are ready for the loop's next round, and a job that is being
 -- replaced stays ready; each claim checks the limits again.

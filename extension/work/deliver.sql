@@ -4,8 +4,8 @@
 -- stalled network) keeps the transaction open, with all its locks, for as long as TCP takes. So an answer is
 -- never larger than what the sockets' buffers always take: 64 kB. Further claims are kept undelivered, in
 -- queue.undelivered. The next fetch of the worker hands them out, in a transaction that holds only these
--- rows: neither the admission lock nor claims, so that a worker which freezes meanwhile is declared dead like
--- any other. A claim that was never handed out counts as released, whatever happens to the worker.
+-- rows: neither the admission lock nor claims. So a worker that freezes meanwhile is declared dead like any
+-- other. A claim that was never handed out counts as released, whatever happens to the worker.
 --
 -- pgdefer.undelivered, a setting of the session, names the worker that has undelivered claims, so that other
 -- fetches need not look for them. A new session looks once, and whenever it finds nothing to claim (behind a

@@ -164,12 +164,12 @@ end $$;
 comment on function queue.finish_many(jsonb) is
   'Ends many claims: an array of {"id", "claim", "outcome": succeeded | failed | retry_later | released |'
     ' aborted | crashed | unknown_task, ...} with the named arguments of the single calls. crashed: the'
-    ' process in which the worker ran the job died. unknown_task: the worker does not know the task; the job'
-    ' goes back for others, with no attempt counted, after a delay that grows from 1 s to 10 s, and fails if'
-    ' no worker knows the task for unknown_task_grace (see queue.configure). Returns a row for each; a lost'
-    ' claim is reported there (error QJ002) and does not stop the others. steps: finished steps of the run'
-    ' (see finish_steps), stored with its outcome; one that was stored before stays as it is. Claims are'
-    ' ended in the order of ids, whatever their order in the array. If a result is too large (see'
+    ' process in which the worker ran the job died. unknown_task: the worker does not know the task. The job'
+    ' goes back for other workers, with no attempt counted, after a delay that grows from 1 s to 10 s. It'
+    ' fails if no worker knows the task for unknown_task_grace (see queue.configure). Returns a row for'
+    ' each; a lost claim is reported there (error QJ002) and does not stop the others. steps: finished steps'
+    ' of the run (see finish_steps), stored with its outcome; one that was stored before stays as it is.'
+    ' Claims are ended in the order of ids, whatever their order in the array. If a result is too large (see'
     ' queue.configure), a note is stored in its place, because the job''s work is done.';
 
 -- Ends the claims of a list of outcomes and returns their new states. It does nothing unless the whole list

@@ -68,7 +68,7 @@ end $$;
 -- the first did not take; so the first leaves, too.
 -- Locks: the rows of both, by skip locked; another session deletes those that it has locked.
 -- Why no wake-up is lost: a worker stops listening for jobs only if a call sees two ahead of it, and an
--- earlier one, at least 100 ms before, has written its row. Suppose that one of these two leaves. If its
+-- earlier call, at least 100 ms before, has written its row. Suppose that one of these two leaves. If its
 -- transaction commits before the later call, that call does not count it. Otherwise, if its transaction takes
 -- less than 100 ms, it began after the row became visible: it sees the row, and wakes that worker, which
 -- listens on its own channel by then. One that leaves in a longer transaction is like a frozen one: the

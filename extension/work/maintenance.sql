@@ -77,9 +77,9 @@ begin
   end if;
 end $$;
 
--- Work that is due besides reaping, for tick and _maintain: admission, for p_budget and at most p_slices
--- slices, as fetch admits a backlog at less cost (work/claim_slice.sql); expiry, repair, counting what ended,
--- pruning.
+-- Does the work that is due besides reaping, for tick and _maintain: admission, expiry, repair, counting what
+-- ended, pruning. It admits for p_budget and at most p_slices slices, because fetch admits a backlog at less
+-- cost (work/claim_slice.sql).
 -- Locks: the caller holds the admission lock.
 create or replace function queue._do_duties(
   p_budget interval, p_slices integer, out admitted integer, out pruned integer)

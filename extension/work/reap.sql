@@ -271,8 +271,8 @@ end $$;
 
 -- Ends one dead claim; returns 0 if another session has ended it or holds it, or if it can't be ended now. A
 -- claim that was never handed out (work/deliver.sql) is released.
--- Locks: the claim's row and the row of the job's queueing lock by skip locked, as the admission lock may be
--- held from an earlier claim; then as _end_attempt, and so no wake-up is lost.
+-- Locks: the claim's row and the row of the job's queueing lock by skip locked, because the admission lock
+-- may be held from an earlier claim; then as _end_attempt. Why no wake-up is lost: as there.
 -- Two sessions: work/reap.replaced.spec.
 create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$

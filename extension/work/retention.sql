@@ -58,12 +58,12 @@ begin
 end $$;
 comment on function queue.prune(integer, text, interval) is
   'Removes finished jobs whose retention has passed, at most max_jobs, and returns their number. One call'
-    ' removes at most 10,000 jobs, and ends after about a second, because workers wait for it meanwhile:'
-    ' call it again, each time in a new transaction, until it returns 0. With a state it removes jobs in'
-    ' that state that finished at least older_than ago, whatever their retention. It keeps jobs that'
-    ' unfinished jobs need, and the children of jobs that run or have steps. If an uncommitted job needs a'
-    ' removed one, the last state of that one counts. With state audit it removes rows of queue.audit of at'
-    ' least that age; only the owner may do this.';
+    ' removes at most 10,000 jobs, and ends after about a second, because workers wait for it meanwhile.'
+    ' Call it again, each time in a new transaction, until it returns 0. With a state it removes jobs in'
+    ' that state that finished at least older_than ago, whatever their retention. Jobs that unfinished jobs'
+    ' need are kept, and the children of jobs that run or have steps. If an uncommitted job names a removed'
+    ' one as a need, the old state counts. State audit: it removes rows of queue.audit of at least that age;'
+    ' only the owner may do this.';
 
 -- p_safe_at: the result of _safe_at, called before everything visible was admitted. A job whose end has been
 -- handed over since then is not settled yet, and is kept.
@@ -219,8 +219,8 @@ begin
   return cardinality(v_ids);
 end $$;
 
--- Whether an unfinished job needs this one, or may await it: as the child of a job with steps, or of one that
--- runs, and so may be in its first step.
+-- Whether an unfinished job needs this one, or may await it as its child. A job with steps may await its
+-- children; so may a job that runs, because it may be in its first step.
 create or replace function queue._is_needed(p_id bigint)
 returns boolean language plpgsql stable parallel safe security invoker as $$
 begin

@@ -60,16 +60,16 @@ begin
     'details', fail_step.details), fail_step.id, fail_step.claim, false);
 end $$;
 comment on function queue.fail_step(bigint, bigint, text, text, jsonb, jsonb) is
-  'Records that a step failed. If it is to be tried again, this ends the claim: the job continues with a'
-    ' new claim when the step''s retry policy says so, and the call returns the job''s new state, as fail'
-    ' does. The failure counts for the step, not for the job. Otherwise the call returns NULL and the run'
-    ' goes on: the step has failed for good. It is finished, with the value {"__pgdefer__": "step_failed",'
+  'Records that a step failed. If it is to be tried again, this ends the claim, and the call returns the'
+    ' job''s new state, as fail does. The job continues with a new claim when the step''s retry policy says'
+    ' so. The failure counts for the step, not for the job. Otherwise the call returns NULL and the run goes'
+    ' on: the step has failed for good. It is finished, with the value {"__pgdefer__": "step_failed",'
     ' "value": the error}. If that answer is lost, the same run may repeat the call, which counts once; for'
     ' a name that is used again in one run, see begin_step. options: retry (the policy, as of a task;'
     ' without one there is one attempt), retryable (false: it fails for good; true: it is tried again,'
     ' whatever the policy), retry_at or retry_in (the time), deadline (a time) or deadline_in (an interval'
-    ' after the step''s first failure), after which no attempt begins; fingerprint (see begin_step), outcome'
-    ' (timed_out, if that was the cause).';
+    ' after the step''s first failure): a try that would begin later is not made; fingerprint (see'
+    ' begin_step), outcome (timed_out, if it ended for that).';
 
 -- Raises: 22023 if they are not options of queue.fail_step.
 create or replace function queue._check_step_options(options jsonb)

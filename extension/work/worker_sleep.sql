@@ -55,8 +55,7 @@ begin
     v_state := case when v_state = 'rest' then '' else v_state end;
     if v_ahead > 1 then
       channels := channels[2:];
-      -- The third finds what both before it have missed. Those further back look less often: there may be
-      -- many.
+      -- The third finds what both before it have missed. The others, maybe many, look less often.
       v_wait := case v_ahead when 2 then '2 s' else greatest(interval '10 s', v_ahead * interval '0.5 s') end;
       perform queue._leave_sleep_lock(v_state);
       v_state := 'rest';
