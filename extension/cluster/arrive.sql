@@ -94,7 +94,7 @@ begin
         or coalesce(jsonb_typeof(j -> 'signals'), 'null') not in ('array', 'null')
         or exists (select from jsonb_array_elements_text(case jsonb_typeof(j -> 'needs') when 'array'
           then j -> 'needs' end) n where (n ~ '^[0-9]{1,18}$') is not true)) then
-    perform queue._shard_invalid('this is no part of a slot', 'Pass what queue.shard_part_jobs returns.');
+    perform queue._shard_invalid('this is not a part of a slot', 'Pass what queue.shard_part_jobs returns.');
   end if;
   perform queue._shard_check((p_carried ->> 'slot')::integer, (p_carried ->> 'part')::integer);
 end $$;

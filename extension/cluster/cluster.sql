@@ -117,7 +117,7 @@ begin
     raise exception using errcode = '22023', message = 'the job has no shard key of 1 to 1,000 bytes',
       hint = 'Pass a shard_key; or a lock, a share or the header tenant, which take its place.';
   elsif job ->> 'shard_key' is null and v_key ~ '\{.*\}|\{\{|\}\}' then
-    raise exception using errcode = '22023', message = 'a template is no shard key',
+    raise exception using errcode = '22023', message = 'a shard key can''t be a template',
       detail = 'template: ' || v_key, hint = 'Pass the shard_key beside it.';
   end if;
   return v_key;
@@ -262,7 +262,7 @@ begin
       select from jsonb_array_elements(map -> 'slots') s
       where jsonb_typeof(s -> 0) is distinct from 'string' or not map -> 'shards' ? (s ->> 0)
         or s ->> 1 ~ '^[0-9]{1,18}$' is not true) then
-    perform queue._shard_invalid('the map has no 1,024 slots of its shards',
+    perform queue._shard_invalid('the map must have 1,024 slots of its shards',
       'Pass what queue.shard_map() returns in another shard.');
   elsif coalesce(jsonb_typeof(map -> 'versions') <> 'object', false) or exists (
     select from jsonb_each_text(map -> 'versions') d where d.value ~ '^[0-9]{1,18}$' is not true) then

@@ -91,7 +91,7 @@ begin
   cross join lateral (select j.id, j.options from queue.job j where j.id = n offset 0) j
   where j.options #>> '{headers,shard_key}' is distinct from p_key limit 1;
   if found then
-    raise exception using errcode = '22023', message = 'a need across shards',
+    raise exception using errcode = '22023', message = 'a need has another shard key',
       detail = format('job %s has another shard key', v_need),
       hint = 'Give jobs that need each other one shard key.';
   end if;

@@ -25,7 +25,7 @@ begin
   if coalesce(p_options ->> 'idempotency_key', '') = '' then
     if p_given ? 'unique_for' and not p_options ? 'idempotency_key' then
       perform queue._invalid('unique_for needs an idempotency_key',
-        'Say by idempotency_key which calls count as the same, for example "invoice:{id}".');
+        'Pass an idempotency_key that says which calls count as the same, such as "invoice:{id}".');
     end if;
     return;
   end if;

@@ -90,7 +90,7 @@ begin
   end if;
   if v_options ? 'unique_for' and v_all ->> 'idempotency_key' is null then
     perform queue._invalid('unique_for needs an idempotency_key',
-      'Say by idempotency_key which calls count as the same, for example "invoice:{id}".');
+      'Pass an idempotency_key that says which calls count as the same, such as "invoice:{id}".');
   end if;
   perform queue._check_moment('deadline', queue._timestamp('deadline', v_given -> 'deadline'), true);
   -- Keys of the trigger replace the task's.

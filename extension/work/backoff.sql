@@ -17,7 +17,7 @@ declare
 begin
   perform queue._check_retry(v_policy);
   if backoff.failures is null or backoff.failures < 1 then
-    perform queue._invalid('failures must be at least 1', 'Pass 1 for the delay after the first failure.');
+    perform queue._invalid('failures must be at least 1', 'It includes the failure that the delay follows.');
   end if;
   if v_policy ?| '{wait,linear_wait,exponential_wait}' then
     v_seconds := queue._number(v_policy -> 'wait') + queue._number(v_policy -> 'linear_wait') * (v_k - 1)

@@ -186,7 +186,7 @@ AT_DEFER: dict[str, tuple[Callable[[App], object], str]] = {
         lambda app: app.defer("greet", ["Ann"]),  # type: ignore[arg-type]
         "args must be a mapping",
     ),
-    "no idempotency key": (job(unique_for=HOUR), "Say by idempotency_key"),
+    "no idempotency key": (job(unique_for=HOUR), "Pass an idempotency_key"),
     "a lock's field": (job(lock="c:{id}"), "Every {field} must be a text, number or boolean"),
     "a number as argument's name": (
         lambda app: app.defer("greet", {1: 2}),  # type: ignore[dict-item]
