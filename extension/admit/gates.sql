@@ -177,7 +177,7 @@ begin
   if v_flags & {{lock}} <> 0 then
     v_joined := queue._join_locks(v_ids);
     if v_only_locks and not exists (select from queue.pause p where p.task is not null) then
-      -- jobs that wait for their turn need no other check
+      -- Jobs that wait for their turn need no other check.
       perform queue._advance(
         p_arrived => v_joined.displaced, p_turned => v_joined.free || v_joined.passed,
         p_keys => v_joined.keys);

@@ -184,7 +184,7 @@ begin
     null;  -- a deadlock with an operator who waits for one of our claims, if deadlock_timeout is below 50 ms
   end;
   perform set_config('lock_timeout', v_timeout, true);
-  return queue._lock_admission(false);  -- also if it has the row: that notes who holds the lock
+  return queue._lock_admission(false);  -- even if it has the row: this notes who holds the lock
 end $$;
 
 -- The virtual transactions that are under way in other sessions of this database. All others see what was

@@ -59,7 +59,7 @@ begin
     when pg_last_wal_replay_lsn() is not null  -- or in the same start and database as the last era
       or regexp_replace(i.era, ' .* ', ' ') = regexp_replace(p_era, ' .* ', ' ') then clock_timestamp()
     else pg_postmaster_start_time() end;
-  -- xmin is now that of this transaction, or of one of its savepoints
+  -- xmin is now that of this transaction, or of one of its savepoints.
   update queue.installation i set written = i.xmin;
 end $$;
 

@@ -107,7 +107,7 @@ begin
   end if;
   if v_kept is not null then
     raise exception using errcode = '55000', message = 'a job of this part can''t leave',
-      detail = v_kept, hint = 'The part stays here. End what DETAIL names, and move the slot again.';
+      detail = v_kept, hint = 'The part stays here. When the reason in DETAIL is gone, move the slot again.';
   end if;
   update queue.shard_part p set state = 'leaving', receipt = gen_random_uuid(), piece = p.piece + 1,
     is_last = queue._shard_oldest(p_slot, p_part) = '{}'

@@ -299,8 +299,8 @@ begin
     and not (h.kind = 'again' and h.flags = 0 and h.payload is null));
 end $$;
 
--- Whether a job waits in a gate: other jobs that are neither in queue.active_job nor in queue.finished are
--- not admitted yet.
+-- Whether a job waits in a gate. A job that does not, and is neither in queue.active_job nor in
+-- queue.finished, is not admitted yet.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._is_gated(p_id bigint)
 returns boolean language plpgsql stable parallel safe security invoker as $$

@@ -90,19 +90,19 @@ declare
   v_text text;
   v_text_of record;
   v_prune text[] := '{}'::text[];
-  -- plain jobs
+  -- Plain jobs.
   v_ids bigint[] := '{}'::bigint[];
   v_tasks text[] := '{}'::text[];
   v_args jsonb[] := '{}'::jsonb[];
   v_queues text[] := '{}'::text[];
   v_priorities integer[] := '{}'::integer[];
-  -- records
+  -- Records.
   v_names text[] := '{}'::text[];
   v_run_ats timestamptz[] := '{}'::timestamptz[];
   v_job_ids bigint[] := '{}'::bigint[];
   v_skips text[] := '{}'::text[];
   v_details text[] := '{}'::text[];
-  -- schedules
+  -- Schedules.
   v_dues timestamptz[] := '{}'::timestamptz[];
   v_nexts timestamptz[] := '{}'::timestamptz[];
   v_lasts timestamptz[] := '{}'::timestamptz[];

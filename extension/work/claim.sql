@@ -78,7 +78,7 @@ begin
   elsif v_choice.kind = {{lane_plain}} and cardinality(v_choice.lanes) = 1 then
     v_is_claimed := true;
     if p_max_jobs = 1 then
-      -- as _claim_plain, for one job
+      -- As _claim_plain, for one job.
       update queue.active_job aj
       set claim = nextval('queue.claim_seq'), worker_id = p_worker, claimed_at = clock_timestamp(),
         attempt = aj.attempt + 1
@@ -214,7 +214,7 @@ begin
         ids := ids || coalesce(v_claimed.ids, nullif(queue._claim_limited(p_worker, v_choice.lanes,
           v_max_jobs - coalesce(cardinality(ids), 0)), '{}'));
         if coalesce(cardinality(ids), 0) < v_max_jobs then
-          -- it may have used its time on many jobs that can't start
+          -- It may have used its time on many jobs that can't start.
           ids := ids || (select c.ids
             from queue._claim_plain(p_worker, v_choice.lanes, v_max_jobs - coalesce(cardinality(ids), 0)) c);
         end if;
@@ -231,7 +231,7 @@ begin
     exit when cardinality(ids) >= v_max_jobs;
     exit when v_has_lock and (not v_has_more or clock_timestamp() > p_now + interval '100 ms');
     if not v_has_lock then
-      -- the admission lock is not waited for while rows are held
+      -- The admission lock is not waited for while rows are held.
       v_has_lock := queue._lock_admission(ids is null and p_may_wait);
       exit when not v_has_lock;
     end if;

@@ -80,7 +80,7 @@ create or replace function queue._claim_ids(
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_now timestamptz := clock_timestamp();
-  -- under the admission lock, so that earlier claims have lesser ones
+  -- Taken under the admission lock, so that earlier claims have lower numbers.
   v_claim bigint := nextval('queue.claim_seq');
   v_jobs record;                                   -- the jobs whose rows could be locked
   v_keys record;                                   -- ns, nos: which job has which key; keys, free: all keys

@@ -106,7 +106,7 @@ begin
       + {{row_bytes}}) into v_total
     from queue.log l where l.id = any (p_ids);
     if v_total <= {{answer_bytes}} then
-      -- there is room for an eighth more of such jobs
+      -- There is room for an eighth more such jobs.
       if v_total <= {{answer_bytes}} / 8 * 7
         and cardinality(p_ids) >= nullif(current_setting('pgdefer.fitting', true), '')::integer then
         perform set_config('pgdefer.fitting', (cardinality(p_ids) + cardinality(p_ids) / 8)::text, false);

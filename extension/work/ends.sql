@@ -46,7 +46,7 @@ declare
   v_has_news boolean;
 begin
   if p_kind = 'ended' and p_all_flags & ({{counted}} | {{needed}}) = 0 then
-    -- the same as _settle_now for claims that have only an ordered lock
+    -- The same as _settle_now for claims that have only an ordered lock.
     if not queue._pass_turns_on(p_ids, true) then
       v_has_news := queue._has_news();
       if v_has_news then

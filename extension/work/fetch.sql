@@ -33,7 +33,7 @@ begin
       queues := queue._narrow_queues('{worker}', queues);
     end if;
     perform queue._ensure_era();
-    -- once per session: undelivered claims of another session of the worker
+    -- Once per session: another session of the worker may have left undelivered claims.
     perform queue._look_for_undelivered(worker);
   end if;
   if current_setting('pgdefer.undelivered', true) = worker::text then
@@ -79,7 +79,7 @@ begin
   elsif random() * 500 < cardinality(v_claimed.ids) then
     perform queue._prune_in_pace();
   end if;
-  -- a separate statement: only a new snapshot shows the claims
+  -- A separate statement, because only a new snapshot shows the claims.
   if v_claimed.first_claim is not null then
     return query
       select f.id, v_claimed.first_claim, f.task, f.args, f.queue, f.priority, f.lock, f.attempt,
@@ -141,7 +141,7 @@ begin
       queues := queue._narrow_queues('{worker}', queues);
     end if;
     perform queue._ensure_era();
-    -- once per session: undelivered claims of another session of the worker
+    -- Once per session: another session of the worker may have left undelivered claims.
     perform queue._look_for_undelivered(finish_and_fetch.worker);
   end if;
   if not v_may_wait then
@@ -201,7 +201,7 @@ begin
   elsif random() * 500 < cardinality(v_claimed.ids) then
     perform queue._prune_in_pace();
   end if;
-  -- a separate statement: only a new snapshot shows the claims
+  -- A separate statement, because only a new snapshot shows the claims.
   return query select r.* from queue._claimed_rows(v_claimed.ids, v_claimed.first_claim) r;
 end $$;
 comment on function queue.finish_and_fetch(bigint, jsonb, text[], integer, jsonb) is

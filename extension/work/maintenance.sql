@@ -174,10 +174,10 @@ begin
     case when exists (select from queue.unsettled h
       where h.xid > {{shelved}} and pg_visible_in_snapshot(h.xid, pg_current_snapshot()))
            then clock_timestamp() + interval '10 ms'
-    -- a settlement that waits for the end of a transaction (_row_locker), which wakes no worker
+    -- A settlement waits for the end of a transaction (_row_locker), which wakes no worker.
          when exists (select from queue.unsettled h where h.xid > {{shelved}} and h.kind <> 'group')
            then clock_timestamp() + interval '100 ms'
-    -- a transaction that adds jobs to a group may be long, and its commit wakes a worker
+    -- A transaction that adds jobs to a group may be long, and its commit wakes a worker.
          when exists (select from queue.unsettled h where h.xid > {{shelved}})
            then clock_timestamp() + interval '1 s' end,
     (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),

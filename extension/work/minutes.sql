@@ -77,7 +77,7 @@ declare
 begin
   select k.counted_to, k.safe_at, k.looked_at, k.open_xids into v_cursor from queue.minute_cursor k;
   if greatest(v_cursor.counted_to, v_cursor.safe_at, v_cursor.looked_at) > v_now then
-    -- the clock was set back
+    -- The clock was set back.
     delete from queue.minute m where m.minute >= date_trunc('minute', v_now, 'UTC');
     v_cursor.counted_to := least(v_cursor.counted_to, date_trunc('minute', v_now, 'UTC'));
     v_cursor.safe_at := '-infinity';
@@ -129,7 +129,7 @@ create or replace function queue._count_ends(p_from timestamptz, p_to timestampt
 returns void language plpgsql volatile parallel unsafe security invoker {{planner_brin}} as $$
 begin
   with ended as materialized (
-    -- a job that is deleted before its end is cancelled for an instant
+    -- A job that is deleted before its end is cancelled for an instant.
     select f.id, f.finished_at, case when f.worker_id is not null then f.started_at end as started_at,
       f.state, true as is_job
     from queue.finished f

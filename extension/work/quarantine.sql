@@ -126,7 +126,7 @@ begin
   return v_is_idle;
 end $$;
 
--- Claims one quarantined job, from lanes in the given order, which then runs alone. NULL: there is none.
+-- Claims one quarantined job, which then runs alone, from lanes in the given order. NULL: there is none.
 -- p_tasks, p_before, p_only: as _claim_filtered.
 -- Locks: as _claim_limited; before it the worker's row by skip locked, so that no job runs alone without a
 -- record of it.

@@ -35,7 +35,7 @@ comment on function queue.worker_died(bigint) is
 -- was committed. It leaves out those without a role, which are vacuum's: an owner who is not a superuser
 -- can't see what kind of process they are.
 -- A late claim of a worker that has deregistered is released, like its others; that of a dead worker has
--- crashed. While the server was down no heartbeat could arrive, nor between the primary's death and the
+-- crashed. No heartbeat could arrive while the server was down, or between the primary's death and the
 -- promotion of its standby. So if the last sign of life was before workers could reach the server
 -- (_up_since), a worker counts as dead only dead_after past that time, and a lease or a timeout ends 30 s
 -- past it.
@@ -85,9 +85,9 @@ begin
   return next;
 end $$;
 
--- Marks workers as gone whose last heartbeat is too long ago. Of those that went before, it notes which
--- transactions may still create claims of theirs (waits_for). If all are silent at once, silence counts
--- afresh. If the clock was set back, what was seen at a later time counts as seen now.
+-- Marks workers as gone whose last heartbeat is too long ago. For workers that went before, it notes which
+-- transactions may still create claims (waits_for). If all are silent at once, silence counts afresh. If the
+-- clock was set back, what was seen at a later time counts as seen now.
 -- Locks: rows of queue.worker by skip locked; as _restart_grace.
 create or replace function queue._mark_dead_workers(p_now timestamptz, p_up_since timestamptz)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
@@ -111,8 +111,8 @@ begin
                             and w.xmin <> pg_current_xact_id()::xid for update skip locked));
 end $$;
 
--- Ends the claims of gone workers until p_until, but at least 20; returns their number. A worker is clear if
--- it has no claim left, and over if no claim of it can appear any more.
+-- Ends the claims of gone workers until p_until, but at least 20; returns their number. A worker is clear
+-- (is_clear) if it has no claim left, and over (is_over) if none can appear any more.
 -- Locks: rows of queue.worker by skip locked; each claim as _reap_claim; rows of queue.worker as before.
 create or replace function queue._reap_gone(p_until timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
@@ -303,7 +303,7 @@ begin
     p_id, p_claim, true);
   return 1;
 exception when others then
-  -- one bad row must not keep the others from being reaped, nor keep every worker awake
+  -- One bad row must not stop the reaping of the others, or keep every worker awake.
   update queue.lease l set expires_at = clock_timestamp() + interval '1 minute'
   where l.ctid = any (array(select l.ctid from queue.lease l
     where l.id = p_id and l.claim = p_claim for update skip locked));

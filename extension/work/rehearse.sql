@@ -26,7 +26,7 @@ begin
   end if;
   perform queue._settle_own(array(
     select h.job_id from queue.pending_settlement h where h.xid = v_own and h.kind in ('ended', 'again')));
-  -- within one transaction, ids rise
+  -- Within one transaction, ids rise.
   select array_agg(j.id order by j.id) into v_ids
   from queue.job j where j.xid = v_own and j.id > coalesce(v_upto, 0);
   if v_ids is not null then
@@ -43,7 +43,7 @@ begin
   perform queue._advance(p_arrived => queue._take_signals(v_sent.signals, v_sent.events));
   perform queue._advance_own();
   perform queue._settle_groups(v_sent.groups);
-  -- the test may be stopped in a debugger
+  -- The test may be stopped in a debugger.
   perform set_config('idle_in_transaction_session_timeout', '0', true),
     set_config('lock_timeout', v_timeout, true);
   return coalesce(cardinality(v_ids), 0);

@@ -252,7 +252,7 @@ begin
     as is_over,
     greatest(h.looked_at, h.safe_at) > v_now as is_ahead into v_old
   from queue.horizon h;
-  -- ahead: the clock was set back, and its earlier times do not count
+  -- is_ahead: the clock was set back, so the recorded times do not count.
   v_safe_at := case when v_old.is_ahead then '-infinity' when v_old.is_over then v_old.looked_at
     else v_old.safe_at end;
   if v_old.is_ahead or v_old.is_over and v_old.looked_at < now() - interval '1 s' then

@@ -2,10 +2,10 @@
 -- Tests: work/reap.sql, work/reap.silence.spec.
 
 -- Whether no worker has been seen for the least dead_after, and for 25 s. Then the cause may be the server
--- (its machine was paused), what is before it (a pooler), or a clock that was set forward. So live workers
--- must get their dead_after once more: otherwise they would be given up, and their jobs would run twice. But
--- all may have died, too. So it is true only once, until one of them is seen again. It is also true if the
--- clock was set back to before p_up_since.
+-- (its machine was paused), a pooler in front of it, or a clock that was set forward. So live workers must
+-- get their dead_after once more: otherwise they would be given up, and their jobs would run twice. But all
+-- may have died, too. So it is true only once, until one of them is seen again. It is also true if the clock
+-- was set back to before p_up_since.
 create or replace function queue._are_all_silent(p_now timestamptz, p_up_since timestamptz)
 returns boolean language plpgsql volatile parallel safe security invoker as $$
 begin

@@ -142,7 +142,7 @@ begin
     from queue.finish_many(pg_catalog.jsonb_build_array(pg_catalog.jsonb_build_object(
       'id', run_function.id, 'claim', run_function.claim, 'outcome', 'unknown_task'))) f;
     if state is null then
-      -- raises: the claim is lost by now
+      -- This raises, because the claim is lost by now.
       perform from queue.function_call(run_function.id, run_function.claim);
     end if;
     outcome := queue.attempt_outcome(run_function.id, run_function.claim);

@@ -29,7 +29,7 @@ begin
   v_step := queue._step_to_end(fail_step.id, fail_step.claim, v_key.name, v_key.no);
   if v_key.no is null and v_step.no > 1 and not exists (
     select from queue.step s where s.job_id = fail_step.id and s.no = v_step.no and s.name = v_key.name) then
-    -- no other use was begun: the call means the last one
+    -- If no other use was begun, the call means the last one.
     v_step.no := v_step.no - 1;
     v_step.is_finished := true;
   end if;

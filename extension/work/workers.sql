@@ -30,7 +30,7 @@ set search_path = pg_catalog, pg_temp as $$
 declare
   v_told tid[];
   v_is_seen boolean := true;
-  -- maintenance might keep others waiting for locks that another part of the transaction holds
+  -- Maintenance might keep others waiting for locks that another part of the transaction holds.
   v_may_maintain boolean := current_setting('transaction_isolation') = 'read committed'
     and pg_current_xact_id_if_assigned() is null;
 begin
@@ -53,12 +53,12 @@ begin
   if not found then
     perform queue._worker_gone(heartbeat.worker);
   end if;
-  -- a random thousand, so that repeated calls name all of them
+  -- It takes a random thousand, so that repeated calls name all of them.
   v_told := array(
     select a.ctid from queue.abort a where a.worker_id = heartbeat.worker order by random() limit 1000);
   return query
     select a.id, a.claim, a.reason from queue.abort a where a.ctid = any (v_told) order by a.id, a.claim;
-  -- a claim that was taken away is reported once
+  -- A claim that was taken away is reported once.
   delete from queue.abort a
   where a.ctid = any (v_told) and not exists (select from queue.active_job aj
     where aj.id = a.id and aj.claim = a.claim);
@@ -98,7 +98,7 @@ comment on function queue.claims(bigint) is
     ' never received.';
 
 -- It runs with the caller's rights, because PostgreSQL shows a session's state to its own role, and to few
--- others. A session that waits for its client is none that still works: it may have no client any more.
+-- others. A session that waits for its client does not count as working: it may have no client any more.
 -- Locks: none.
 create or replace function queue.is_busy(session integer)
 returns boolean language plpgsql stable parallel restricted security invoker

@@ -187,7 +187,7 @@ AT_DEFER: dict[str, tuple[Callable[[App], object], str]] = {
         "args must be a mapping",
     ),
     "no idempotency key": (job(unique_for=HOUR), "Pass an idempotency_key"),
-    "a lock's field": (job(lock="c:{id}"), "Every {field} must be a text, number or boolean"),
+    "a lock's field": (job(lock="c:{id}"), "Pass each {field} in args as a text"),
     "a number as argument's name": (
         lambda app: app.defer("greet", {1: 2}),  # type: ignore[dict-item]
         "the names in args must be text, not 1",
