@@ -1,9 +1,9 @@
 -- Tags for jobs that were ready before the first job with a share came, or before a weight was changed.
 -- Tests: admit/shares.sql, admit/shares.retag.spec.
 
--- Gives tags to ready jobs, and to jobs that wait for a slot, if they have no tag or one from before a change
--- of weights: to at most p_slice jobs of one lane. It begins with lanes that have ready jobs, because others
--- may be empty, and looks for one among a hundred. Returns false if no lane has such jobs.
+-- Gives tags to at most p_slice jobs of one lane: to jobs that are ready or wait for a slot, if they have no
+-- tag or one from before a change of weights. It begins with lanes that have ready jobs, because others may
+-- be empty, and looks for one among a hundred. Returns false if no lane has such jobs.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked: the session that holds
 -- a row claims the job.
 -- Why no wake-up is lost: if that claim is rolled back, the job stays ready, behind jobs with a tag. If the

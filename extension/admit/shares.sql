@@ -17,12 +17,12 @@
 -- (_return_tags).
 -- Everything here runs under the admission lock.
 
--- Returns the tags of jobs that become ready in lanes, or, with p_keys, begin to wait for a slot of a key;
--- for a lane without tags, the places that were passed. p_places: the order of jobs within a share, before
--- that of ids. p_moved: jobs that waited for another key; a tag that they kept does not count here. It looks
--- up the first job of each share and computes the tags of the others, so it costs as much as a sort. Of the
--- lanes of a queue and priority, only some may have jobs that still need new tags, because _retag takes one
--- lane after the other. But their shares have the same tags.
+-- Returns the tags of jobs that become ready in lanes, or, with p_keys, begin to wait for a slot of a key.
+-- For a lane without tags it returns the places that were passed. p_places: the order of jobs within a share,
+-- before that of ids. p_moved: jobs that waited for another key; a tag that they kept does not count here. It
+-- looks up the first job of each share and computes the tags of the others, so it costs as much as a sort. Of
+-- the lanes of a queue and priority, only some may have jobs that still need new tags, because _retag takes
+-- one lane after the other. But their shares have the same tags.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: the caller makes the jobs ready.
 -- In one piece: one query, whose parts pass on whole rows.
 create or replace function queue._tags(p_ids bigint[], p_lanes integer[], p_places timestamptz[],

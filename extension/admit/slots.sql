@@ -82,8 +82,8 @@ end $$;
 -- Handles keys that jobs wait for and whose rate allows no more starts now. It writes the time of the next
 -- start into the row of the first job of each lane; _admit_due then gives these their slots. If the rate
 -- allows a start again since the caller looked, that time is now. It writes none while ready jobs use up the
--- rate, because claims call it again; nor for lanes that wait for a heavy job (_heavy_waiting), because the
--- refill after that job does.
+-- rate, because claims call it again. Nor does it write one for lanes that wait for a heavy job
+-- (_heavy_waiting), because the refill after that job does so.
 -- Locks: the caller holds the admission lock.
 -- Why no wake-up is lost: a function that takes this job out of queue.waiting returns the key for _refill,
 -- which calls this function again.

@@ -170,7 +170,7 @@ end $$;
 
 -- Inserts the rows of the tables that have one row each, where they are missing: in new tables, and after a
 -- restore without data. If there are jobs already, the new cursor has passed them all, so that none is
--- admitted twice; and the era ends as after a restore into another cluster (admit/restore.sql), which admits
+-- admitted twice. The era then ends as after a restore into another cluster (admit/restore.sql), which admits
 -- the other jobs.
 -- Locks: the caller holds queue.access, against others that do this.
 create or replace function queue._fill_tables()

@@ -194,7 +194,7 @@ end $$;
 
 -- The view queue.unrestricted, NULL without it: to_regclass at no cost, for functions that every job calls.
 -- It is declared immutable although it is not, so that the planner evaluates it once and puts the view into
--- the plan; PostgreSQL remakes a plan that contains a relation when that is dropped. Use it as
+-- the plan. PostgreSQL remakes a plan that contains a relation when that relation is dropped. Use it as
 -- coalesce(v_none, queue._unrestricted()) with a v_none that is NULL; otherwise the planner evaluates more,
 -- and the relation is not in the plan. A plan made without the view keeps its NULL, so NULL means: check
 -- yourself. Every name in it is qualified, because defer, which has no search_path, is planned with it.

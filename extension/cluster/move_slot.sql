@@ -291,7 +291,7 @@ end $$;
 
 -- Source. Gives back the jobs that the move holds, of one part or of all that have not begun to leave, and
 -- lets defers in again. What an operator holds stays held.
--- Locks: rows of the parts, for no key update; the admission lock, but not the jobs' rows: the jobs wait, so
+-- Locks: rows of the parts, for no key update; the admission lock, but not the jobs' rows. The jobs wait, so
 -- nobody claims them, and a transaction that replaces one may last. Raises: 22023, QJ008.
 create or replace function queue.shard_unhold(slot integer, part integer default null)
 returns void language plpgsql volatile security definer set search_path = pg_catalog, pg_temp as $$

@@ -16,9 +16,9 @@ begin
   end if;
 end $$;
 comment on function queue.check_triggers(regclass) is
-  'Raises 22023 if a trigger with queue.defer_trigger, of this table or of any, was created with arguments'
-    ' that defer would refuse at each row, such as an unknown option or a {field} that is no column. Call it'
-    ' after create trigger.';
+  'Raises 22023 if a trigger with queue.defer_trigger, of this table or of any, has arguments that defer'
+    ' would refuse at each row, such as an unknown option or a {field} that is no column. Call it after'
+    ' create trigger.';
 
 -- The triggers that would refuse each row, with the first fault of each. It can't foresee what rows contain.
 create or replace function queue._faulty_triggers(p_table regclass)

@@ -3,7 +3,7 @@
 
 -- Locks: the admission lock, waited for. Raises: 22023, QJ008.
 -- Why it takes effect at its commit: jobs with keys are claimed only under the admission lock, and the claim
--- reads limits and rates then; a ready job whose key is full goes back to queue.waiting. Running jobs count;
+-- reads limits and rates then. A ready job whose key is full goes back to queue.waiting. Running jobs count;
 -- a lower limit lets them end. Starts before the key had a rate do not count.
 -- Why no wake-up is lost: jobs that wait for keys with more room get their slots here.
 create or replace function queue.configure_key(pattern text, options jsonb)

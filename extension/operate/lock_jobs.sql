@@ -6,7 +6,7 @@
 -- job, and claims skip the locked row. Under the admission lock it waits for nothing that another transaction
 -- could hold for long: not for these rows, nor for queue.job_override of a job that is being finished. The
 -- first lock is FOR NO KEY UPDATE, so the call does not wait for a transaction that has only finished a step
--- (work/steps.sql) and may last; _try_lock_job then finds the job busy. The call checks again under the
+-- (work/steps.sql), which may last. _try_lock_job then finds the job busy. The call checks again under the
 -- admission lock whether the caller may use the jobs' queues, because jobs may have moved while it waited.
 --
 -- A call on many jobs must keep no job from workers or other calls while it waits for one client. So it first

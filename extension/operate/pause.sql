@@ -198,7 +198,7 @@ end $$;
 -- Moves jobs that wait behind the gate of paused tasks, for a slot or for their turn, back before that gate.
 -- Reads whole tables.
 -- Locks: the caller holds the admission lock.
--- Why no job is missed: jobs behind the gate can proceed only under the admission lock; a job whose claim has
+-- Why no job is missed: jobs behind the gate can proceed only under the admission lock. A job whose claim has
 -- ended and is not settled yet (pending settlement) reaches the gate itself (_pass_gates).
 -- Why no wake-up is lost: other tasks' jobs that waited behind these for a slot of a key get it, or wait for
 -- the key's rate, here.

@@ -1,8 +1,8 @@
 -- A database that only routes: its queue.defer defers in the shard of the job's key, by PL/Proxy. It is
 -- installed on demand, by a superuser, after cluster/cluster.sql and queue.shard_start(NULL, shards).
 --
--- PL/Proxy has connections of its own, in autocommit: a job is deferred even if the caller's transaction is
--- rolled back later, and defer_many over several shards may defer for some of them only.
+-- PL/Proxy has connections of its own, in autocommit. So a job is deferred even if the caller's transaction
+-- is rolled back later, and defer_many over several shards may defer for some of them only.
 -- Tests: tests/py/cluster/test_plproxy.py.
 begin;
 

@@ -24,7 +24,7 @@ begin
 end $$;
 
 -- The first run later than the whole second `after` of an expression with fixed times. Each matching local
--- time runs once, at the first instant at which clocks have reached it: for every time in a gap that is the
+-- time runs once, at the first instant at which clocks have reached it. For every time in a gap that is the
 -- first instant after the gap, for a repeated time its first pass. So a local time is still to come if it is
 -- later than any that clocks have shown up to `after`. If clocks were set back just before, they have shown
 -- later times than the one at `after`.
@@ -61,9 +61,9 @@ begin
 end $$;
 
 -- The first instant later than the whole second `after` whose local time matches; NULL as in _cron_next.
--- The search goes from one stretch of constant offset to the next. A change of offset matters only in the 24
--- hours after the point reached, because clocks set back show earlier times again, and in the 24 hours before
--- the match, because clocks set forward get there sooner. The search skips the time between.
+-- The search goes from one stretch of constant offset to the next. A change of offset matters in the 24 hours
+-- after the point reached, because clocks set back show earlier times again. It also matters in the 24 hours
+-- before the match, because clocks set forward get there sooner. The search skips the time between.
 create or replace function queue._cron_next_elapsed(
   cron bigint[], timezone text, after timestamptz)
 returns timestamptz language plpgsql stable parallel safe security invoker as $$

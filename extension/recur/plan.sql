@@ -1,8 +1,9 @@
 -- Planning: which runs of a schedule are due, and what happens to each, also to those that were missed while
 -- no worker or server was up. recur/schedules.sql says why each run happens at most once.
 
--- Says what to do at p_now with the runs from p_first on: those to skip and why (the first 10; the last of
--- these stands for all up to skipped_to), those to run (at most 100), and the next one after these.
+-- Says what to do at p_now with the runs from p_first on. skips, skipped: those to skip, and why; it has only
+-- the first 10, and the last of these stands for all up to skipped_to. runs: those to run, at most 100.
+-- next_run_at: the next one after these.
 create or replace function queue._plan_runs(
   p_parsed bigint[], p_timezone text, p_first timestamptz, p_now timestamptz, p_catch_up text,
   p_max_delay interval,

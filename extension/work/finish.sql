@@ -174,7 +174,7 @@ comment on function queue.finish_many(jsonb) is
 
 -- Ends the claims of a list of outcomes and returns their new states. It does nothing unless the whole list
 -- is well formed. Claims that succeeded are ended as one set; states and errors stay NULL if all succeeded.
--- If not all did, or steps come with them, all rows are locked first, in the order of ids: the first
+-- If not all did, or steps come with them, all rows are locked first, in the order of ids. The first
 -- settlement takes the admission lock, and from then on no row may be waited for. p_keeps, kept_ids,
 -- kept_flags: as for _succeed.
 create or replace function queue._finish(

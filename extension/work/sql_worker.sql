@@ -4,8 +4,8 @@
 -- their own rights: run_function and work are security invoker. For that reason they have no search_path of
 -- their own, qualify every name, and call only public functions.
 --
--- A claim of work lives as long as the transaction of its handler: reap sees in pg_locks that the session
--- which registered (info.session) is in one, although no heartbeat is visible before that ends.
+-- A claim of work lives as long as the transaction of its handler. No heartbeat is visible before that ends,
+-- but reap sees in pg_locks that the session which registered (info.session) is in a transaction.
 --
 -- statement_timeout set within CALL has no effect on the CALL itself; transaction_timeout ends the session.
 -- So a job's timeout can't end its handler: the attempt ends as timed_out when the handler returns, and its

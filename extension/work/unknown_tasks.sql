@@ -4,8 +4,8 @@
 -- counted, for a worker that knows the task. A worker does the same with args in a version that it does not
 -- know (args ->> '__version__'). A delay keeps the other workers from claiming the job again and again: 1 s,
 -- 2 s, 4 s, 8 s, at most 10 s. If no worker knows the task for the grace period (queue.configure,
--- unknown_task_grace), the job fails. The attempts record all of this: an attempt that ended in this way is
--- released, with the task in its details; any other end of an attempt shows that a worker has known the task.
+-- unknown_task_grace), the job fails. The attempts record all of this. An attempt that ended in this way is
+-- released, with the task in its details. Any other end of an attempt shows that a worker has known the task.
 --
 -- The first worker that asks gets the job, so a single new worker among many old ones gets it by chance. With
 -- 11 workers, all 63 offers of ten minutes miss the new one in one case of 400.
