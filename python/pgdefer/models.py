@@ -74,20 +74,11 @@ class _Endless(sa.types.TypeDecorator[dt.datetime]):
         return sa.case((raw > last, last), (raw < first, first), else_=raw)
 
 
-class _Json(sa.types.TypeDecorator[Any]):
-    """JSON of any client. What Python can't read is given as text: huge numbers, deep nesting.
+class _JsonText(sa.types.TypeDecorator[Any]):
+    """JSON that was fetched as text."""
 
-    It is fetched as text, because a driver would fail before the value gets here.
-    """
-
-    impl = JSONB
+    impl = sa.Text
     cache_ok = True
-
-    def column_expression(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
-        return sa.type_coerce(sa.cast(column, sa.Text), self)
-
-    def coerce_compared_value(self, op: Any, value: Any) -> Any:
-        return self.impl_instance.coerce_compared_value(op, value)
 
     def process_result_value(self, value: str | None, dialect: sa.Dialect) -> Any:
         if value is None:
@@ -97,6 +88,23 @@ class _Json(sa.types.TypeDecorator[Any]):
             return loads(value)
         except (RecursionError, ValueError):
             return value
+
+
+class _Json(sa.types.TypeDecorator[Any]):
+    """JSON of any client. What Python can't read is given as text: huge numbers, deep nesting.
+
+    It is fetched as text, because a driver would fail before the value gets here. Where the
+    statement does not let it be, as one in the application's own text, the driver reads it.
+    """
+
+    impl = JSONB
+    cache_ok = True
+
+    def column_expression(self, column: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
+        return sa.type_coerce(sa.cast(column, sa.Text), _JsonText())
+
+    def coerce_compared_value(self, op: Any, value: Any) -> Any:
+        return self.impl_instance.coerce_compared_value(op, value)
 
 
 _Int = Annotated[int, mapped_column(sa.Integer)]

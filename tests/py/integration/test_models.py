@@ -287,6 +287,22 @@ async def test_json_that_python_can_not_read_is_text(
     await engine.dispose()
 
 
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+async def test_json_of_a_statement_that_is_text(conn: Connection, dsn: str, driver: str) -> None:
+    id = defer(conn, args="""'{"a": ["5", null]}'""")
+    engine = sa_async.create_async_engine(url_of(dsn, driver))
+    async with sa_async.AsyncSession(engine) as session:
+        text = sa.text("select * from queue.jobs")
+        job = await session.scalar(sa.select(Job).from_statement(text))
+        assert job is not None
+        assert (job.id, job.args, job.result) == (id, {"a": ["5", None]}, None)
+        some = sa.text("select args, args -> 'a' -> 0 from queue.jobs").columns(Job.args, Job.result)
+        assert (await session.execute(some)).all() == [({"a": ["5", None]}, "5")]
+        listed = await session.scalar(sa.select(sa.func.array_agg(Job.args)))
+        assert listed == [{"a": ["5", None]}]
+    await engine.dispose()
+
+
 def test_an_engine_reads_json_in_its_way(conn: Connection, dsn: str) -> None:
     id = defer(conn)
     engine = sa.create_engine(url_of(dsn), json_deserializer=lambda text: f"read {text}")
