@@ -128,7 +128,8 @@ class Base(DeclarativeBase):
     def __repr__(self) -> str:
         state = sa.inspect(self)
         names = [state.mapper.get_property_by_column(c).key for c in state.mapper.primary_key]
-        key = ", ".join(f"{name}={state.dict.get(name)!r}" for name in names)
+        values = state.identity or [state.dict.get(name) for name in names]
+        key = ", ".join(f"{name}={value!r}" for name, value in zip(names, values, strict=True))
         return f"{type(self).__name__}({key})"
 
 

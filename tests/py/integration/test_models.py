@@ -243,7 +243,12 @@ def test_from_a_schedule_to_its_runs(conn: Connection, session: orm.Session) -> 
     assert (run.manual, run.schedule, run.job) == (True, schedule, session.get_one(Job, id))
     assert schedule.last_job is None or schedule.last_job.id == id
     assert repr(run).startswith("ScheduleRun(name='s', run_at=")
-    assert repr(session.get_one(Job, id)) == f"Job(id={id})"
+    job = session.get_one(Job, id)
+    assert repr(job) == f"Job(id={id})"
+    session.commit()  # which expires it
+    assert repr(job) == f"Job(id={id})"
+    session.close()
+    assert (repr(job), repr(Job())) == (f"Job(id={id})", "Job(id=None)")
 
 
 def test_a_job_is_found_by_its_index(conn: Connection, session: orm.Session) -> None:
@@ -296,7 +301,8 @@ async def test_json_of_a_statement_that_is_text(conn: Connection, dsn: str, driv
         job = await session.scalar(sa.select(Job).from_statement(text))
         assert job is not None
         assert (job.id, job.args, job.result) == (id, {"a": ["5", None]}, None)
-        some = sa.text("select args, args -> 'a' -> 0 from queue.jobs").columns(Job.args, Job.result)
+        some = sa.text("select args, args -> 'a' -> 0 from queue.jobs")
+        some = some.columns(Job.args, Job.result)
         assert (await session.execute(some)).all() == [({"a": ["5", None]}, "5")]
         listed = await session.scalar(sa.select(sa.func.array_agg(Job.args)))
         assert listed == [{"a": ["5", None]}]
