@@ -48,7 +48,7 @@ from pgdefer.worker.invoke import call_handler
 from pgdefer.worker.invoke_async import call_handler_async
 from pgdefer.worker.invoke_batch import run_batch
 from pgdefer.worker.invoke_batch_async import run_batch_async
-from pgdefer.worker.transaction import Session, last_statements
+from pgdefer.worker.transaction import Session, check_session, last_statements
 
 __all__ = ["Ended", "TestsOwn", "claimed", "normal", "perform", "perform_batch"]
 
@@ -279,6 +279,8 @@ async def _in_session(
         _session(maker, is_async=task.is_async) as session,
     ):
         result = await _call(task, [session, *positional], named)
+        if isinstance(session, Session):
+            check_session(session)
         last = last_statements(job, result, take_steps)
         try:
             if task.is_async:

@@ -27,9 +27,11 @@ from pgdefer.worker.transaction import (
     LONGEST_WAIT,
     OwnPart,
     Session,
+    check_begins,
     check_can_end,
     check_has_run,
     check_may_begin,
+    check_session,
     closed_if_busy,
     gives_back_if_late,
     last_statements,
@@ -75,7 +77,9 @@ def call_in_transaction(
     ):
         result = call_handler(task, [connection, *positional], named)
         if isinstance(connection, Session):
+            check_session(connection)
             connection.flush()
+            check_begins(connection.connection())
         job.result = result
         last = last_statements(job, result, take_steps)
         own = driver(connection)

@@ -26,9 +26,11 @@ from pgdefer.worker.transaction import (
     LONGEST_WAIT,
     OwnPart,
     Session,
+    check_begins,
     check_can_end,
     check_has_run,
     check_may_begin,
+    check_session,
     closed_if_busy,
     gives_back_if_late,
     last_statements,
@@ -76,7 +78,9 @@ async def call_in_transaction_async(
     ):
         result = await call_handler_async(task, [connection, *positional], named)
         if isinstance(connection, Session):
+            check_session(connection)
             await connection.flush()
+            check_begins(await connection.connection())
         job.result = result
         last = last_statements(job, result, take_steps)
         own = await driver_async(connection)

@@ -27,9 +27,11 @@ __all__ = [
     "LONGEST_WAIT",
     "OwnPart",
     "Session",
+    "check_begins",
     "check_can_end",
     "check_has_run",
     "check_may_begin",
+    "check_session",
     "closed_if_busy",
     "gives_back_if_late",
     "last_statements",
@@ -44,6 +46,11 @@ OF_APPLICATION = frozenset({"25P02", "57014", "55P03", "40P01", "40001"})
 # The longest pause of a job that waits for its connection, in seconds: shorter than the time after
 # which a process that was told to end its job is killed.
 LONGEST_WAIT = 0.5
+
+HAS_ENDED = (
+    "the handler has ended its transaction, whose COMMIT or ROLLBACK is for the worker: "
+    "what it has committed remains"
+)
 
 # The types that a call returns if the function's code has not run yet.
 UNRUN = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
@@ -143,10 +150,7 @@ def check_can_end(connection: Any, driver: Any) -> None:
     if driver is not connection:
         return
     if status == TransactionStatus.IDLE:
-        raise PgDeferError(
-            "the handler has ended its transaction, whose COMMIT or ROLLBACK is for the worker: "
-            "what it has committed remains"
-        )
+        raise PgDeferError(HAS_ENDED)
     if driver.closed and not driver.broken:
         raise PgDeferError("the handler has closed its connection, which is for the worker to do")
 
@@ -157,6 +161,26 @@ class Session(Protocol):
 
     def flush(self) -> Any:
         """Send pending changes."""
+
+    def in_transaction(self) -> bool:
+        """Whether it has a transaction."""
+
+
+def check_session(session: Session) -> None:
+    """Raise PgDeferError if the handler has ended the transaction of its session."""
+    if not session.in_transaction():
+        raise PgDeferError(HAS_ENDED)
+
+
+def check_begins(connection: Any) -> None:
+    """Raise PgDeferError if SQLAlchemy's connection has each statement committed at once."""
+    connection = getattr(connection, "sync_connection", connection)
+    if getattr(connection.connection.dbapi_connection, "autocommit", False):
+        raise PgDeferError(
+            "the session's engine is in AUTOCOMMIT, so what the handler has written is committed: "
+            "make the task's sessionmaker of "
+            "engine.execution_options(isolation_level='READ COMMITTED')"
+        )
 
 
 class OwnPart:

@@ -24,6 +24,7 @@ from pgdefer import (
     Decision,
     DecodeError,
     JobNotFound,
+    PgDeferError,
     Retry,
     RetryLater,
     Worker,
@@ -488,11 +489,18 @@ def test_a_session_of_sqlalchemy(shop: Shop, dsn: str) -> None:
             shop.greet.defer_with(session, text)
             return text
 
+        @shop.app.task(name="commit", transactional=maker)
+        def commit(session: orm.Session) -> None:
+            session.commit()
+
         with TestQueue(shop.app, connection) as queue:
             with maker() as session:
                 save.defer_with(session, "saved")
                 session.commit()
             assert [one.task for one in queue.run()] == ["save", "greet"]
+            commit.defer()
+            with pytest.raises(PgDeferError, match="has ended its transaction"):
+                queue.run()
         outer.rollback()
     engine.dispose()
     assert jobs_left(dsn) == 0

@@ -402,6 +402,67 @@ async def test_an_error_that_a_session_swallows(
         engine.dispose()
 
 
+async def test_what_a_handler_may_not_do_with_its_session(
+    app: App, jobs: Jobs, url: sa.URL, is_async: bool
+) -> None:
+    if is_async:
+        async_engine = sa_async.create_async_engine(url)
+
+        @app.task(transactional=sa_async.async_sessionmaker(async_engine), name="t")
+        async def coroutine(session: sa_async.AsyncSession, what: str) -> None:
+            await session.execute(sa.text("select 1"))
+            await getattr(session, what)()
+    else:
+        engine = sa.create_engine(url)
+
+        @app.task(transactional=orm.sessionmaker(engine), name="t")
+        def function(session: orm.Session, what: str) -> None:
+            session.execute(sa.text("select 1"))
+            getattr(session, what)()
+
+    async with running(app):
+        for what in ("commit", "rollback", "close"):
+            app.defer("t", {"what": what})
+        rows = await jobs.end()
+    for row in rows:
+        assert (row["state"], row["failures"], row["crashes"]) == ("failed", 1, 0)
+        assert "has ended its transaction" in row["error"]
+    if is_async:
+        await async_engine.dispose()
+    else:
+        engine.dispose()
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg", None])
+async def test_a_session_that_commits_each_statement(
+    app: App, jobs: Jobs, dsn: str, driver: str | None
+) -> None:
+    if driver is not None:
+        async_engine = sa_async.create_async_engine(
+            url_of(dsn, driver), isolation_level="AUTOCOMMIT"
+        )
+
+        @app.task(transactional=sa_async.async_sessionmaker(async_engine), name="t")
+        async def coroutine(session: sa_async.AsyncSession) -> None:
+            await session.execute(sa.text("insert into effect values (1)"))
+    else:
+        engine = sa.create_engine(url_of(dsn)).execution_options(isolation_level="AUTOCOMMIT")
+
+        @app.task(transactional=orm.sessionmaker(engine), name="t")
+        def function(session: orm.Session) -> None:
+            session.execute(sa.text("insert into effect values (1)"))
+
+    async with running(app):
+        app.defer("t")
+        (row,) = await jobs.end()
+    assert (row["state"], row["failures"], row["crashes"]) == ("failed", 1, 0)
+    assert "AUTOCOMMIT" in row["error"]
+    if driver is not None:
+        await async_engine.dispose()
+    else:
+        engine.dispose()
+
+
 async def test_a_claim_that_was_lost_rolls_back(app: App, jobs: Jobs, conn: Connection) -> None:
     claims = []
     release = asyncio.Event()
