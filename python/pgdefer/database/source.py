@@ -70,6 +70,8 @@ DEFAULTS: dict[str, Any] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 20_000,
 }
+# The text of an SQLAlchemy URL.
+_WHOLE_URL = "pass url.render_as_string(hide_password=False)"
 # libpq's parameters; those of pools and of Django include psycopg's own.
 _LIBPQ = frozenset(option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults())
 
@@ -140,7 +142,7 @@ class Source:
     ) -> None:
         for name, given in (("dsn", dsn), ("listen_dsn", listen_dsn)):
             if given is not None and not isinstance(given, str):
-                raise TypeError(f"{name} must be text, not of type {type(given).__name__}")
+                raise _no_text(name, given)
         check_flag("pgbouncer", pgbouncer)
         if not (embedded is None or isinstance(embedded, bool) or hasattr(embedded, "dsn")):
             raise TypeError(f"embedded must be True, False or an EmbeddedServer, not {embedded!r}")
@@ -264,15 +266,26 @@ def of_libpq(named: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in named.items() if name in _LIBPQ and value is not None}
 
 
+def _no_text(name: str, given: object) -> TypeError:
+    instead = f": {_WHOLE_URL}" if hasattr(given, "render_as_string") else ""
+    return TypeError(f"{name} must be text, not of type {type(given).__name__}{instead}")
+
+
 def _check(dsn: str) -> None:
     """Raise InvalidParameter for a malformed DSN. The error does not quote it: it has secrets."""
     try:
-        conninfo_to_dict(dsn)
+        named = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError:
         raise InvalidParameter(
             "the DSN can't be read",
-            hint="Write postgresql://user@host:5432/database or host=... dbname=... user=...",
+            hint="Write postgresql://user@host:5432/database or host=... dbname=... user=...; "
+            "further parameters are libpq's, such as sslmode.",
         ) from None
+    if named.get("password") == "***":
+        raise InvalidParameter(
+            "the password in the DSN is ***",
+            hint=f"str(url) hides that of an SQLAlchemy URL: {_WHOLE_URL}.",
+        )
 
 
 def adapt(adapters: AdaptersMap) -> None:

@@ -12,8 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sqlalchemy as sa
 
-from pgdefer import App, Blueprint, Decision, Job, Retry, RetryLater, Worker
+from pgdefer import App, Blueprint, Decision, InvalidParameter, Job, Retry, RetryLater, Worker
 from pgdefer.contrib.cluster import Cluster, shard_of
 from pgdefer.testing import CommittedTestQueue, MemoryQueue, TestQueue, fake_job
 
@@ -406,6 +407,18 @@ def test_tasks_are_functions(app: App) -> None:
 
     with pytest.raises(TypeError, match=r"tidy>: put @app\.recurring above @app\.task"):
         app.task(name="x")(tidy)
+
+
+def test_a_url_of_sqlalchemy() -> None:
+    url: Any = sa.make_url("postgresql+psycopg://me:secret@host/shop")
+    whole = r"pass url\.render_as_string\(hide_password=False\)"
+    with pytest.raises(TypeError, match=f"dsn must be text, not of type URL: {whole}"):
+        App(url)
+    with pytest.raises(InvalidParameter, match=rf"the password in the DSN is \*\*\*.*{whole}"):
+        App(str(url))
+    assert "secret" in App(url.render_as_string(hide_password=False)).source.conninfo()
+    with pytest.raises(InvalidParameter, match=r"can't be read.*libpq's, such as sslmode"):
+        App("postgresql+asyncpg://host/shop?ssl=require")
 
 
 def test_what_is_no_blueprint_and_no_dsn(app: App) -> None:
