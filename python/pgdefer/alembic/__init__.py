@@ -12,8 +12,9 @@ env.py, `include_name` and `include_object` keep the queue's tables out of autog
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import sqlalchemy as sa
@@ -47,6 +48,22 @@ class Operations(Protocol):
     def get_bind(self) -> sa.Connection: ...
 
 
+@contextlib.contextmanager
+def _rights_explained() -> Iterator[None]:
+    try:
+        yield
+    except sa.exc.DBAPIError as error:
+        if sqlstate_of(error) != INSUFFICIENT_PRIVILEGE:
+            raise
+        raise PgDeferError(
+            str(error.orig).partition("\n")[0],
+            hint="Migrate as the owner of the queue, or as a role with CREATE on the database. If"
+            " somebody else installs the queue, mark the migration as done, for the branch pgdefer"
+            " by: alembic stamp pgdefer@head",
+        ) from error
+
+
+@_rights_explained()
 def install(op: Operations, *, form: Form = "auto") -> None:
     """Install the queue in this package's version, or upgrade an existing one to it.
 
@@ -64,6 +81,7 @@ def install(op: Operations, *, form: Form = "auto") -> None:
     log.info("pgdefer %s is installed (%s)", _version(op.get_bind()), done)
 
 
+@_rights_explained()
 def upgrade(op: Operations, version: str, *, form: Form = "auto") -> None:
     """Upgrade the queue to this package's version, which must be `version` or later.
 

@@ -440,6 +440,29 @@ def test_an_error_is_short(project: Project, driver: str) -> None:
             connection.execute("drop owned by somebody cascade; drop role somebody")
 
 
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+def test_a_role_that_does_not_own_the_queue(project: Project, driver: str) -> None:
+    project.settings(own_branch=True)
+    command.upgrade(project.config(), "heads")
+    with psycopg.connect(project.dsn, autocommit=True) as connection:
+        connection.execute("create role somebody login; delete from alembic_version")
+        connection.execute("grant all on alembic_version to somebody")
+    try:
+        project.dsn = psycopg.conninfo.make_conninfo(project.dsn, user="somebody")
+        advice = "owner of the queue.*alembic stamp pgdefer@head"
+        with pytest.raises(PgDeferError, match=f"permission denied for schema queue.*{advice}"):
+            command.upgrade(project.config(driver), "heads")
+        command.stamp(project.config(driver), "pgdefer@head")
+        command.upgrade(project.config(driver), "heads")
+        later = "pgdefer.alembic.upgrade(op, '0.1.0')"
+        project.migration("later", later, after="pgdefer_0_1_0")
+        with pytest.raises(PgDeferError, match=f"permission denied for schema queue.*{advice}"):
+            command.upgrade(project.config(driver), "heads")
+    finally:
+        with psycopg.connect(project.dsn, user="postgres", autocommit=True) as connection:
+            connection.execute("drop owned by somebody cascade; drop role somebody")
+
+
 # Upgrades
 
 
