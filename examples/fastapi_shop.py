@@ -34,7 +34,7 @@ from pgdefer.models import Job
 URL = os.environ["DATABASE_URL"]
 
 queue = pgdefer.App(URL)
-engine = create_async_engine(URL)
+engine = create_async_engine(URL, pool_size=20)  # as many as the worker runs jobs at once
 sessions = async_sessionmaker(engine)
 
 
