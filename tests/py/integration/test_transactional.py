@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import random
 import secrets
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from psycopg.types.json import set_json_dumps, set_json_loads
 from sqlalchemy import orm
 from sqlalchemy.ext import asyncio as sa_async
 
-from pgdefer import App, Retry, RetryLater, current_job
+from pgdefer import App, JobContext, Retry, RetryLater, current_job
 from support import url_of
 
 from .conftest import Jobs, running, until
@@ -615,6 +616,35 @@ async def test_sessions_of_sqlalchemy(app: App, jobs: Jobs, conn: Connection, ur
     found = conn.execute("select n from row_effect order by n").fetchall()
     assert found == [(0,), (2,), (10,), (12,)]
     assert "IntegrityError" in rows[-1]["error"]
+
+
+async def test_a_session_of_a_scope_that_middleware_opens(
+    app: App, jobs: Jobs, conn: Connection, url: sa.URL
+) -> None:
+    """As Flask's: its application context is the scope of the session."""
+    scope: contextvars.ContextVar[int] = contextvars.ContextVar("scope")
+    engine = sa.create_engine(url)
+    sessions = orm.scoped_session(orm.sessionmaker(engine), scopefunc=scope.get)
+
+    @contextlib.contextmanager
+    def opened(job: JobContext) -> Iterator[None]:
+        token = scope.set(job.id)
+        yield
+        sessions.remove()
+        scope.reset(token)
+
+    @app.task(transactional=sessions, middleware=[opened])
+    def function(session: orm.Session) -> None:
+        assert session is sessions()
+        sessions.add(Effect(n=scope.get()))
+
+    async with running(app):
+        made = [await function.defer_async() for _ in range(3)]
+        rows = await jobs.end()
+    assert [row["error"] for row in rows] == [None] * 3
+    found = conn.execute("select n from row_effect order by n").fetchall()
+    assert found == [(job.id,) for job in made]
+    engine.dispose()
 
 
 # The example of mode `any`: a sort whose jobs partition, and wait for the part that comes first
