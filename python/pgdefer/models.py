@@ -360,7 +360,7 @@ class Share(Base):
     queue: Mapped[str] = mapped_column(primary_key=True)
     priority: Mapped[_Int] = mapped_column(primary_key=True)
     share: Mapped[str] = mapped_column(primary_key=True)
-    weight: Mapped[float]
+    weight: Mapped[float] = mapped_column(sa.Double)
     waiting: Mapped[int]
     started: Mapped[int]
 
