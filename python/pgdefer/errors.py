@@ -262,7 +262,10 @@ def _original(error: BaseException) -> Any:
     """Return the driver's error, from one that SQLAlchemy or Django raised in its place."""
     if type(error).__module__ == "django.db.utils" and isinstance(error.__cause__, psycopg.Error):
         return error.__cause__
-    return getattr(error, "orig", None) or error
+    original = getattr(error, "orig", None) or error
+    # SQLAlchemy's own error of asyncpg leaves some of it out, which depends on the version.
+    cause = original.__cause__
+    return cause if type(cause).__module__.startswith("asyncpg.") else original
 
 
 def sqlstate_of(error: BaseException) -> str | None:
@@ -349,14 +352,12 @@ def translate(error: BaseException) -> PgDeferError | None:
     if kind is None:
         return None
     diag = getattr(original, "diag", None) or original
-    message = getattr(diag, "message_primary", None) or str(original)
+    message = getattr(diag, "message_primary", None) or getattr(original, "message", None)
     detail = getattr(diag, "message_detail", None) or getattr(original, "detail", None)
     hint = getattr(diag, "message_hint", None) or getattr(original, "hint", None)
-    # SQLAlchemy's own error of asyncpg leaves it out.
-    hint = hint or getattr(original.__cause__, "hint", None)
     if kind is NotInstalled:
         hint = NotInstalled.remedy
-    return kind(message, detail=detail or None, hint=hint or None)
+    return kind(message or str(original), detail=detail or None, hint=hint or None)
 
 
 class Naming:
