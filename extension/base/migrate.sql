@@ -12,6 +12,7 @@ returns text language plpgsql volatile parallel unsafe security definer
 set search_path = pg_catalog, pg_temp as $$
 declare
   v_version text;
+  v_next text;
   v_index record;
   v_timeout text := current_setting('lock_timeout');
 begin
@@ -33,8 +34,8 @@ begin
         -- This table comes first, as in workers' calls. A session that has it and waits for queue.log would
         -- otherwise be waited for in turn.
         lock table queue.active_job in access exclusive mode;
-        v_version := queue._migrate_tables(v_version);
-        perform queue._set_version(v_version);
+        v_next := queue._migrate_tables(v_version);
+        perform queue._set_version(v_next);
         perform set_config('lock_timeout', v_timeout, true);
         exit;
       exception when lock_not_available then

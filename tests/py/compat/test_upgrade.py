@@ -370,6 +370,28 @@ def test_a_transaction_that_stays_open_is_told_of(
     releases.install(blank, "plain", releases.second)
 
 
+def test_a_version_that_stays_locked_for_a_while(
+    blank: psycopg.Connection, blank_dsn: str, releases: Releases
+) -> None:
+    """An attempt that has migrated the tables, and can't set their version, is repeated."""
+    releases.install(blank, "plain", releases.first)
+    waits: set[object] = set()
+    with (
+        ThreadPoolExecutor(1) as pool,
+        psycopg.connect(blank_dsn) as holder,
+        psycopg.connect(blank_dsn, autocommit=True) as upgrader,
+    ):
+        holder.execute("select from queue.installation for update")
+        done = pool.submit(releases.install, upgrader, "plain", releases.second)
+        while len(waits) < 2 and not done.done():
+            waits |= set(blank.execute("select waitstart from pg_locks where not granted"))
+            waits -= {(None,)}
+        holder.rollback()
+        done.result()
+    row = blank.execute("select tables from queue.version()").fetchone()
+    assert row == (releases.second,)
+
+
 def make_large(connection: psycopg.Connection) -> None:
     """Fill the log with few rows of many bytes."""
     connection.execute("alter table queue.log alter column args set storage external")
