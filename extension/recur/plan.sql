@@ -11,7 +11,7 @@ create or replace function queue._plan_runs(
   out next_run_at timestamptz)
 language plpgsql stable parallel safe security invoker as $$
 declare
-  -- With catch_up none, a run still counts as in time if a busy worker may just not have reached it.
+  -- With catch_up none, the last run still counts as in time if a busy worker may not have reached it.
   v_grace constant interval := case when p_catch_up = 'none' then interval '15 s' end;
   v_limit constant timestamptz := p_now - least(p_max_delay, v_grace);
   v_run_at timestamptz := p_first;
@@ -30,7 +30,7 @@ begin
     return;
   end if;
   -- Runs before v_run_at are skipped.
-  if p_catch_up = 'latest' and next_run_at <= p_now then
+  if p_catch_up <> 'all' and next_run_at <= p_now then
     skipped := 'missed';
     v_run_at := queue._last_run(p_parsed, p_timezone, next_run_at, p_now);
     next_run_at := queue._cron_next(p_parsed, p_timezone, v_run_at);

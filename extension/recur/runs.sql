@@ -145,9 +145,9 @@ begin
       end if;
     end if;
     -- Many schedules have the same runs.
-    if (v_found.next_run_at, v_found.parsed, v_found.timezone, v_found.catch_up) = (v_plan_of.run_at,
-      v_plan_of.parsed, v_plan_of.timezone, v_plan_of.catch_up)
-      and v_found.max_delay is not distinct from v_plan_of.max_delay
+    if (v_found.next_run_at, v_found.parsed, v_found.timezone, v_found.catch_up, v_found.max_delay)
+      is distinct from (v_plan_of.run_at, v_plan_of.parsed, v_plan_of.timezone, v_plan_of.catch_up,
+        v_plan_of.max_delay)
     then
       select * into v_plan
       from queue._plan_runs(v_found.parsed, v_found.timezone, v_found.next_run_at, p_now, v_found.catch_up,
