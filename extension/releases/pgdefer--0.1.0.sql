@@ -6257,7 +6257,7 @@ create or replace function queue._plan_runs(
   out next_run_at timestamptz)
 language plpgsql stable parallel safe security invoker as $$
 declare
-  -- With catch_up none, a run still counts as in time if a busy worker may just not have reached it.
+  -- With catch_up none, the last run still counts as in time if a busy worker may not have reached it.
   v_grace constant interval := case when p_catch_up = 'none' then interval '15 s' end;
   v_limit constant timestamptz := p_now - least(p_max_delay, v_grace);
   v_run_at timestamptz := p_first;
@@ -6276,7 +6276,7 @@ begin
     return;
   end if;
   -- Runs before v_run_at are skipped.
-  if p_catch_up = 'latest' and next_run_at <= p_now then
+  if p_catch_up <> 'all' and next_run_at <= p_now then
     skipped := 'missed';
     v_run_at := queue._last_run(p_parsed, p_timezone, next_run_at, p_now);
     next_run_at := queue._cron_next(p_parsed, p_timezone, v_run_at);
@@ -6534,9 +6534,9 @@ begin
       end if;
     end if;
     -- Many schedules have the same runs.
-    if (v_found.next_run_at, v_found.parsed, v_found.timezone, v_found.catch_up) = (v_plan_of.run_at,
-      v_plan_of.parsed, v_plan_of.timezone, v_plan_of.catch_up)
-      and v_found.max_delay is not distinct from v_plan_of.max_delay
+    if (v_found.next_run_at, v_found.parsed, v_found.timezone, v_found.catch_up, v_found.max_delay)
+      is distinct from (v_plan_of.run_at, v_plan_of.parsed, v_plan_of.timezone, v_plan_of.catch_up,
+        v_plan_of.max_delay)
     then
       select * into v_plan
       from queue._plan_runs(v_found.parsed, v_found.timezone, v_found.next_run_at, p_now, v_found.catch_up,
@@ -21363,9 +21363,9 @@ begin
 end $$;
 
 -- inspect/peek.sql
--- The jobs that a fetch would give next. It looks past at most 1,000 ready jobs of a lane whose key or lock
--- is full, so that it stays cheap if there are more.
--- Tests: inspect/why.sql.
+-- Peeking: the jobs that a fetch would give next.
+-- It looks past 1,000 ready jobs of a lane whose key or lock is full, and so stays cheap if there are more.
+-- Tests: inspect/why.sql, inspect/peek.sql.
 
 create or replace function queue.peek(queues text[] default null, n integer default 10)
 returns table (id bigint, task text, args jsonb, queue text, priority integer, lock text, attempts integer,
@@ -21445,11 +21445,27 @@ begin
     order by c.priority desc, c.first_id, c.deadline, c.id;
 end $$;
 comment on function queue.peek(text[], integer) is
-  'Returns the jobs that fetch would claim next, in order. Changes nothing. It leaves out ready jobs whose'
-    ' key or lock is full now. It may show a job for which a fetch will find that it waits for a key, a lock'
-    ' in mode mutex, or other shares. It does not show a job that waits for a key behind a ready job which'
-    ' another full key stops: a fetch first sends that one to wait. If jobs of a queue at its limit have'
-    ' just ended, it shows fewer jobs of that queue. Sensitive args read *** for all but the owner.';
+  'Returns the jobs that fetch would claim next, in order. Changes nothing. It is an estimate: it leaves'
+    ' out ready jobs whose key or lock is full now, but shows some that a fetch will find to wait for a key,'
+    ' a lock in mode mutex, or other shares. It may leave out a job that waits for a key behind a ready job'
+    ' which another full key stops, and some jobs of a queue at its limit whose jobs have just ended.'
+    ' Sensitive args read *** for all but the owner.';
+
+-- Ready jobs whose last claim has ended, and that are not admitted again yet: at most 1,000 of them.
+create or replace function queue._ready_again(p_queues text[])
+returns table (id bigint, queue text, priority integer, deadline timestamptz)
+language plpgsql stable parallel safe security invoker as $$
+begin
+  return query
+    select j.id, j.queue, j.priority, coalesce(j.deadline, 'infinity')
+    from (select distinct h.job_id from queue.unsettled h where h.kind = 'again' limit 1000) h
+    cross join lateral (select j.* from queue.all_jobs j where j.id = h.job_id offset 0) j
+    where j.state = 'ready' and j.reason is null
+      and not exists (select from queue.active_job aj where aj.id = j.id)
+      and (exists (select from queue.lock_member m where m.lock = j.lock and m.id = j.id)
+           or not exists (select from queue.lock_member m where m.lock = j.lock))
+      and (p_queues is null or exists (select from unnest(p_queues) q where queue._matches(j.queue, q)));
+end $$;
 
 -- inspect/check_slots.sql
 -- What queue.check() reports of semaphores.
