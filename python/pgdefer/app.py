@@ -55,25 +55,27 @@ WorkerHook = TypeVar("WorkerHook", bound="Callable[[Worker], Any]")
 class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
     """Tasks, and the database of their jobs.
 
-    `dsn` names the database. Without it, the environment variable PGDEFER_DSN does, or else those
-    of libpq; without these, or with `embedded=True`, the App uses the embedded server, and starts
-    it when first needed. With `embedded=False` it never does: if a variable is missing in
-    production, libpq's own defaults count, which is an error unless a server runs there.
+    `dsn` names the database. If it is left out, the environment variable PGDEFER_DSN names it, or
+    else the variables of libpq, such as PGHOST. If none of them is set, or with `embedded=True`,
+    the App uses the embedded server, and starts it when it is first needed. With `embedded=False`
+    the App never uses that server: if production lacks the variables, libpq connects to its default
+    address, and the call fails unless a server runs there.
 
-    Behind pgbouncer in transaction mode pass `pgbouncer=True`: it avoids prepared statements, and
-    workers poll, unless `listen_dsn` leads to the same database directly: they then listen there.
+    Behind pgbouncer in transaction mode, pass `pgbouncer=True`. The App then uses no prepared
+    statements, and workers poll. With `listen_dsn`, which leads to the same database directly,
+    workers listen there and need not poll.
 
-    `imports` names modules that define tasks; they are imported before a worker starts.
+    `imports` names modules that define tasks; a worker imports them before it starts.
 
     `name` distinguishes this program's schedules from those of others in the same database; by
     default it is the name of the module that makes the App.
 
     `middleware` surrounds every handler. Each function takes the job's JobContext and returns a
     context manager, which is entered where the handler runs (the event loop, a thread, a process).
-    The first is outermost; all are outside a `transactional` task's transaction. If one
-    raises, the job fails with that exception; if one swallows an error, the job succeeds.
-    RetryLater is not an error, and middleware does not see it. Around coroutines it may be an
-    asynchronous context manager. After the handler, `job.result` has its return value.
+    The first one is outermost. All of them are outside a `transactional` task's transaction. If
+    middleware raises, the job fails with that exception; if it swallows an error, the job succeeds.
+    Middleware does not see RetryLater, which is not an error. Around coroutines, the context
+    manager may be asynchronous. After the handler, `job.result` is its return value.
     `defer_middleware` surrounds each call that defers: functions that take a `Deferral` and return
     a context manager.
 
@@ -83,16 +85,17 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
     `headers` is called with the task's name when a job is deferred, and returns headers for it,
     such as those of a trace. Headers passed with the call override them.
 
-    Connections are opened when first needed, at most `max_connections` for synchronous calls and as
-    many for each event loop; further calls wait. Each open block of `job.transaction` has one more,
-    and so has each thread that waits in `result`. Four are kept open for synchronous calls, four in
-    each event loop, and four for such waits; of further ones a process keeps at most 20, for a
-    second or two. `close` and `close_async` close all. All threads and event loops may use an App.
+    The App opens connections when it needs them: at most `max_connections` for synchronous calls,
+    and as many for each event loop; further calls wait for a free one. Each open block of
+    `job.transaction` uses one more, and so does each thread that waits in `result`. The App keeps
+    four idle connections for synchronous calls, four for each event loop, and four for such waits.
+    Of all other idle connections, a process keeps at most 20, for one to two seconds. `close` and
+    `close_async` close the idle ones. All threads and event loops may share an App.
 
     `connection` is the application's own pool of psycopg_pool, which the application opens and
-    closes: each call takes a connection of it, and gives it back. Synchronous calls need a
-    `ConnectionPool`, others an `AsyncConnectionPool`; a tuple may have one of each. Workers, and
-    waits for results, have connections of their own, by default to the pool's database.
+    closes. Each call borrows a connection from it. Synchronous calls need a `ConnectionPool`,
+    asynchronous ones an `AsyncConnectionPool`; a tuple may hold one of each. Workers, and waits for
+    results, open connections of their own, by default to the pool's database.
     """
 
     def __init__(
@@ -157,15 +160,16 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
     def move(
         self, dsn: str, listen_dsn: str | None = None, *, pgbouncer: bool | None = None
     ) -> None:
-        """Switch to another database; `pgbouncer` None keeps that setting."""
+        """Switch to another database. `pgbouncer=None` keeps the present setting."""
         self.client.move(dsn, listen_dsn, pgbouncer=pgbouncer)
 
     def bind(
         self, dsn: str, listen_dsn: str | None = None, *, pgbouncer: bool | None = None
     ) -> Self:
-        """Return this app for another database, with connections of its own, and the same tasks.
+        """Return a copy of this app for another database: the same tasks, its own connections.
 
-        Tasks defer there `with` its `active()`; `bound.defer` and all its other methods always do.
+        All methods of the copy use that database. Tasks, which belong to both apps, use it only
+        within `with copy.active():`. `pgbouncer=None` keeps this app's setting.
         """
         if pgbouncer is None:
             pgbouncer = self.source.pgbouncer
@@ -174,16 +178,16 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         return twin
 
     def active(self) -> AbstractContextManager[None]:
-        """In a block, let tasks and the app that was bound use this app's database.
+        """Return a block in which tasks, and the app that `bind` copied, use this app's database.
 
-        This holds for the running thread or coroutine, and the coroutines that it starts.
+        This holds for the running thread or coroutine, and for the coroutines that it starts.
         """
         return self.client.entered()
 
     # Opening and closing
 
     def open(self) -> Self:
-        """Check the connection and register the tasks; deferring does so by itself."""
+        """Check the connection and register the tasks. Optional: the first `defer` does both."""
         self.client.open()
         return self
 
@@ -198,7 +202,7 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         self.close()
 
     async def open_async(self) -> Self:
-        """Check the connection and register the tasks; deferring does so by itself."""
+        """Check the connection and register the tasks. Optional: the first `defer` does both."""
         await self.client.open_async()
         return self
 
@@ -239,11 +243,12 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         self, event: Literal["worker_start", "worker_stop"], /
     ) -> Callable[[WorkerHook], WorkerHook]: ...
     def on(self, event: str, /) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-        """Have the app's workers call a function: a coroutine in their loop, others in a thread.
+        """Return a decorator; the app's workers call the decorated function at each such event.
 
-        It receives a `JobEvent` when a job has failed for good (`exhausted`), will be retried
-        (`retry`), or has lost its process or transaction (`crash`). If a whole worker dies, only
-        the database knows the fate of its jobs. It receives the `Worker` before the worker takes
+        They call coroutine functions in their event loop, others in a thread. The function gets a
+        `JobEvent` when a job has failed for good (`exhausted`), will be retried (`retry`), or has
+        lost its process or transaction (`crash`). If a whole worker dies, no hook is called for its
+        jobs: only the database knows their fate. The function gets the `Worker` before that takes
         jobs (`worker_start`), and after it has returned the last one (`worker_stop`).
         """
         check_event(event)
@@ -260,7 +265,7 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
     def prepare(
         self, task: str, args: Mapping[str, Any] | None = None, **options: Unpack[DeferOptions]
     ) -> PreparedJob[Any]:
-        """Return a call for `defer_many`; its task need not be known here."""
+        """Return a call for `defer_many`. The task need not be defined here."""
         return prepare(self.client, task, args, options)
 
     def group(
@@ -269,14 +274,17 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         *,
         connection: CallersConnection = OWN,
     ) -> Group:
-        """Return jobs to defer, with one that follows them: `app.group([...]).then(call)`."""
+        """Return a group, which `then` defers with a job that needs them all.
+
+        For example `app.group([...]).then(call)`. Nothing is deferred before that.
+        """
         return Group(self.client, calls, connection)
 
     def job(self, id: int | HasId) -> Job[Any]:
-        """Return the job of an id, to read or change it, without asking the database.
+        """Return the `Job` with this id, to read or change it. Does not query the database.
 
-        It also accepts objects with an id: `current_job()`, a row of `pgdefer.models`, a job of
-        another App. Raises TypeError, ValueError for what can't be an id.
+        An object with an id will do too: `current_job()`, a row of `pgdefer.models`, a job of
+        another App. Raises TypeError or ValueError for anything that can't be an id.
         """
         return Job(job_id(id), self.client)
 
@@ -302,12 +310,13 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         handle_signals: bool = False,
         **options: Unpack[WorkerOptions],
     ) -> None:
-        """Run a worker in this event loop, until cancelled; otherwise as `run_worker`.
+        """Run a worker in this event loop until it is cancelled; otherwise as `run_worker`.
 
-        Then running jobs may go on for `shutdown_timeout`; without one they are given back. With
-        `handle_signals` it also ends at SIGTERM, SIGINT and SIGHUP. Pass that in a program of its
-        own, as `asyncio.run(app.run_worker_async(handle_signals=True))`: without it SIGTERM kills
-        the program. Don't pass it in the loop of a web server, which handles these signals itself.
+        After the cancel, running jobs may continue for `shutdown_timeout` seconds; without that
+        option they are aborted and given back. With `handle_signals`, SIGTERM, SIGINT and SIGHUP
+        stop the worker too. Pass it if the worker is the whole program:
+        `asyncio.run(app.run_worker_async(handle_signals=True))`. Without it, SIGTERM kills that
+        program. Don't pass it in the loop of a web server, which handles these signals itself.
         """
         worker = self._worker(queues, dsns, per_database, options)
         await worker.run_async(handle_signals=handle_signals)
@@ -331,9 +340,10 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
     def stream_jobs(
         self, queues: Sequence[str] | None = None, **options: Unpack[WorkerOptions]
     ) -> JobStream:
-        """Return jobs of queues (None: all) for your own loop, whatever their tasks.
+        """Return a stream of the jobs of these queues (None: all), for a loop of your own.
 
-        The options are those of a worker, but `concurrency` is 1 by default.
+        It yields jobs of all tasks. The options are those of a worker, but `concurrency` is 1 by
+        default.
 
             with app.stream_jobs(["mail"]) as jobs:
                 for job in jobs:

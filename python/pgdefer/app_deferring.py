@@ -45,13 +45,13 @@ class Deferring(Registry):
     def defer_many(
         self, calls: Iterable[PreparedJob[Any]], *, connection: AnyConnection = OWN
     ) -> list[Job[Any]]:
-        """Defer many jobs at once, of any tasks, all or none; in the order of the calls."""
+        """Defer many jobs, of any tasks, all or none. Returns them in the order of the calls."""
         return submit_many(self.client, check_prepared(calls), connection)
 
     def chain(
         self, calls: Iterable[PreparedJob[Any]], *, connection: AnyConnection = OWN
     ) -> list[Job[Any]]:
-        """Defer jobs, each of which needs the one before it."""
+        """Defer jobs, each of which needs the one before it. Returns them in this order."""
         return submit_many(self.client, check_prepared(calls), connection, sql.DEFER_CHAIN)
 
     def publish(
@@ -62,10 +62,10 @@ class Deferring(Registry):
         retain: dt.timedelta | None = None,
         connection: AnyConnection = OWN,
     ) -> bool:
-        """Publish an event to the handlers that wait for it, now or while it is kept.
+        """Publish an event, for handlers that wait for it now and those that will while it is kept.
 
-        It is kept for `retain`, 30 days by default. Returns False if there already is an event of
-        this name, which stays as it is.
+        It is kept for `retain`, 30 days by default. Returns True, or False if an event of this name
+        exists: that one then stays as it is.
         """
         text = self.client.codec.dumps({} if payload is None else payload)
         kept = checked_interval("retain", retain)
@@ -86,8 +86,8 @@ class Deferring(Registry):
 
         Each callback is deferred once: `on_end` when the group is closed and all its jobs have
         ended, `on_success` when all of them have succeeded, `on_failure` as soon as one has failed
-        or was cancelled. A group that is open already stays as it is. Raises InvalidParameter if
-        it is closed.
+        or was cancelled. If the group is open already, it stays as it is. Raises InvalidParameter
+        if it is closed.
         """
         calls = {"on_end": on_end, "on_success": on_success, "on_failure": on_failure}
         given = check_prepared(call for call in calls.values() if call is not None)
@@ -107,14 +107,15 @@ class Deferring(Registry):
     ) -> Any:
         """Wait until a job has succeeded, for at most `timeout` seconds, and return its result.
 
-        Raises JobFailed, JobCancelled, TimeoutError, and JobNotFound, also if the transaction
-        that defers it has not committed. `Job.result` is the same.
+        Raises JobFailed or JobCancelled if the job ended so, TimeoutError after `timeout`,
+        DecodeError if the result can't be decoded, and JobNotFound if there is no such job, or if
+        the transaction that defers it has not committed. `Job.result` does the same.
         """
         return self.client.result(job_id(job), timeout)
 
     def needs(self, job: int | HasId) -> list[Need]:
-        """Return the current state of a job's needs, by id. Raises JobNotFound.
+        """Return the jobs that a job needs, in the order of their ids, with their present states.
 
-        Raises DecodeError if a result can't be read.
+        Raises JobNotFound, and DecodeError if a result can't be decoded.
         """
         return needs(self.client, job_id(job))

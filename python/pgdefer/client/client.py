@@ -36,7 +36,7 @@ class Client(ClientCalls, AsyncClientCalls):
     def move(
         self, dsn: str, listen_dsn: str | None = None, *, pgbouncer: bool | None = None
     ) -> None:
-        """Switch to another database; `pgbouncer` None keeps that setting."""
+        """Switch to another database. `pgbouncer=None` keeps the present setting."""
         self.close()
         pgbouncer = self.source.pgbouncer if pgbouncer is None else pgbouncer
         self.source = Source(dsn, pgbouncer=pgbouncer, listen_dsn=listen_dsn)
