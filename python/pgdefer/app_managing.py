@@ -1,5 +1,5 @@
 # Generated from app_managing_async.py: change that, and run `make generate`.
-"""An App's calls for operators: what is there, and how to change it.
+"""An App's calls for operators: they list and change jobs, queues, limits and schedules.
 
 Tests: integration/test_managing.py, integration/test_managing_lists.py.
 """
@@ -65,7 +65,7 @@ class Managing(Registry):
         max_jobs: int = 100,
         connection: AnyConnection = OWN,
     ) -> list[JobInfo]:
-        """Return jobs, newest first, also finished ones; with `before`, those with smaller ids.
+        """Return jobs, finished ones too, newest first; with `before`, only those of smaller ids.
 
         `pattern` is searched in their args: a text, a jsonpath (`by="path"`), or a whole lock,
         queueing lock, idempotency key or concurrency key (`by="key"`). The search stops after
@@ -112,7 +112,7 @@ class Managing(Registry):
     def list_groups(
         self, name: str | None = None, *, connection: AnyConnection = OWN
     ) -> list[GroupInfo]:
-        """Return the groups, or the one of a name, newest first."""
+        """Return the groups, newest first; with `name`, only that one."""
         rows = self.client.call(sql.GROUPS, {"name": name}, connection)
         return [GroupInfo(*row) for row in rows]
 
@@ -148,10 +148,10 @@ class Managing(Registry):
     ) -> int:
         """Stop jobs of a queue (a name, prefix* or *; None: all) or of a task from starting.
 
-        This lasts until `resume`, or until a time. Running jobs continue. Returns the number of
-        affected jobs (unfinished and not running). Raises InvalidParameter if the time is past,
-        and WrongIsolation if the transaction is not READ COMMITTED. Until that ends, workers admit
-        no new jobs: keep it short.
+        This lasts until `resume`, or until the time `until`. Running jobs continue. Returns the
+        number of affected jobs (unfinished and not running). Raises InvalidParameter if `until` is
+        past, and WrongIsolation if the transaction is not READ COMMITTED. Until the transaction
+        ends, workers admit no new jobs: keep it short.
         """
         at = checked_time("until", until)
         parameters = {"queue": queue, "task": task_name(task), "until": at}
@@ -187,9 +187,9 @@ class Managing(Registry):
     ) -> None:
         """Set a queue's limits: `{"max_running": 2, "retain": timedelta(days=7)}`.
 
-        A rate is `{"limit": 10, "per": timedelta(minutes=1)}`; intervals may be text, too. Other
-        settings stay; None removes one. `queue.configure_queue` says which there are. Raises
-        as `pause`.
+        A rate is `{"limit": 10, "per": timedelta(minutes=1)}`; intervals may be text, too. None
+        removes a setting; settings that are left out stay as they are. The SQL function
+        `queue.configure_queue` documents all of them. Raises as `pause`.
         """
         parameters = {"name": name, "options": settings_json(options)}
         self.client.call(sql.CONFIGURE_QUEUE, parameters, connection)
@@ -212,7 +212,8 @@ class Managing(Registry):
         """Set the limit and the rate of concurrency keys that match a name or prefix*.
 
         For example `{"limit": 2, "rate": {"limit": 10, "per": timedelta(minutes=1)}}`. They
-        override those of jobs; None removes one, what is absent stays. Raises as `pause`.
+        override the limits that jobs give. None removes a setting; settings that are left out stay
+        as they are. Raises as `pause`.
         """
         parameters = {"pattern": pattern, "options": settings_json(options)}
         self.client.call(sql.CONFIGURE_KEY, parameters, connection)
@@ -220,15 +221,15 @@ class Managing(Registry):
     def configure_share(
         self, pattern: str, options: Mapping[str, Any], *, connection: AnyConnection = OWN
     ) -> None:
-        """Set the weight of shares that match a name or prefix*: `{"weight": 3}`; None: 1.
+        """Set the weight of shares that match a name or prefix*: `{"weight": 3}`.
 
-        Raises as `pause`.
+        None restores the default, 1. Raises as `pause`.
         """
         parameters = {"pattern": pattern, "options": settings_json(options)}
         self.client.call(sql.CONFIGURE_SHARE, parameters, connection)
 
     def unblock(self, *, connection: AnyConnection = OWN) -> int | None:
-        """End the session that keeps others from admitting jobs, if any; return its process id.
+        """End the session that keeps others from admitting jobs; return its process id, or None.
 
         `health` says when that is needed: its check `admission` fails.
         """
@@ -249,10 +250,11 @@ class Managing(Registry):
         connection: AnyConnection = OWN,
         **options: Unpack[RecurringOptions],
     ) -> dt.datetime | None:
-        """Create or change a schedule, a customer's for example; return its next run.
+        """Create or change a schedule at run time, as for one customer; return its next run.
 
-        No worker removes it, because the code does not define it. The same again changes nothing.
-        The arguments are checked if `task` is a Task, and not a name.
+        Workers do not remove it: they remove only schedules that their code has defined. A second
+        call with the same arguments changes nothing. `args` are checked only if `task` is a Task,
+        not a name. Returns None if the schedule is disabled.
         """
         what = f"the schedule {name!r}"
         named = task_name(task)
@@ -285,7 +287,7 @@ class Managing(Registry):
     ) -> dt.datetime | None:
         """Enable or disable a schedule; return its next run, None if it is disabled.
 
-        Missed runs are not made up for.
+        Runs that it missed while it was disabled are skipped.
         """
         parameters = {"name": name, "enabled": enabled}
         ((next_run,),) = self.client.call(sql.ENABLE_SCHEDULE, parameters, connection)
@@ -300,7 +302,7 @@ class Managing(Registry):
         n: int = 5,
         connection: AnyConnection = OWN,
     ) -> list[dt.datetime]:
-        """Return the next runs of a cron expression, for a form that asks for one, for example."""
+        """Return the next `n` runs of a cron expression, for example to show them in a form."""
         check_cron("the schedule", cron)
         check_text("timezone", timezone, "Europe/Berlin")
         parameters = {"cron": cron, "timezone": timezone, "n": n}
@@ -335,7 +337,10 @@ class Managing(Registry):
         force: bool = False,
         connection: AnyConnection = OWN,
     ) -> None:
-        """Move jobs to another queue. Then raises the error of the first that was refused."""
+        """Move jobs to another queue.
+
+        If some are refused, it moves the others, and raises the error of the first refused one.
+        """
         parameters = {"ids": ids_of(jobs), "queue": queue, "force": force}
         check_outcomes(self.client.call(sql.MOVE, parameters, connection))
 
@@ -387,8 +392,9 @@ class Managing(Registry):
     ) -> int:
         """Delete finished jobs whose retention is over; return their number.
 
-        With `state` and `older_than`, delete those in that state that ended longer ago than that.
-        One call deletes at most `max_jobs`, and 10,000: call it again until it returns 0.
+        With `state` and `older_than`, delete the jobs in that state that ended at least so long
+        ago, whatever their retention. One call deletes at most `max_jobs`, and never more than
+        10,000: repeat it until it returns 0.
         """
         parameters = {
             "max_jobs": max_jobs,

@@ -1,4 +1,4 @@
-"""An App's calls for operators: what is there, and how to change it.
+"""An App's calls for operators: they list and change jobs, queues, limits and schedules.
 
 Tests: integration/test_managing.py, integration/test_managing_lists.py.
 """
@@ -64,7 +64,7 @@ class AsyncManaging(Registry):
         max_jobs: int = 100,
         connection: AnyAsyncConnection = OWN,
     ) -> list[JobInfo]:
-        """Return jobs, newest first, also finished ones; with `before`, those with smaller ids.
+        """Return jobs, finished ones too, newest first; with `before`, only those of smaller ids.
 
         `pattern` is searched in their args: a text, a jsonpath (`by="path"`), or a whole lock,
         queueing lock, idempotency key or concurrency key (`by="key"`). The search stops after
@@ -111,7 +111,7 @@ class AsyncManaging(Registry):
     async def list_groups_async(
         self, name: str | None = None, *, connection: AnyAsyncConnection = OWN
     ) -> list[GroupInfo]:
-        """Return the groups, or the one of a name, newest first."""
+        """Return the groups, newest first; with `name`, only that one."""
         rows = await self.client.call_async(sql.GROUPS, {"name": name}, connection)
         return [GroupInfo(*row) for row in rows]
 
@@ -149,10 +149,10 @@ class AsyncManaging(Registry):
     ) -> int:
         """Stop jobs of a queue (a name, prefix* or *; None: all) or of a task from starting.
 
-        This lasts until `resume`, or until a time. Running jobs continue. Returns the number of
-        affected jobs (unfinished and not running). Raises InvalidParameter if the time is past,
-        and WrongIsolation if the transaction is not READ COMMITTED. Until that ends, workers admit
-        no new jobs: keep it short.
+        This lasts until `resume`, or until the time `until`. Running jobs continue. Returns the
+        number of affected jobs (unfinished and not running). Raises InvalidParameter if `until` is
+        past, and WrongIsolation if the transaction is not READ COMMITTED. Until the transaction
+        ends, workers admit no new jobs: keep it short.
         """
         at = checked_time("until", until)
         parameters = {"queue": queue, "task": task_name(task), "until": at}
@@ -188,9 +188,9 @@ class AsyncManaging(Registry):
     ) -> None:
         """Set a queue's limits: `{"max_running": 2, "retain": timedelta(days=7)}`.
 
-        A rate is `{"limit": 10, "per": timedelta(minutes=1)}`; intervals may be text, too. Other
-        settings stay; None removes one. `queue.configure_queue` says which there are. Raises
-        as `pause`.
+        A rate is `{"limit": 10, "per": timedelta(minutes=1)}`; intervals may be text, too. None
+        removes a setting; settings that are left out stay as they are. The SQL function
+        `queue.configure_queue` documents all of them. Raises as `pause`.
         """
         parameters = {"name": name, "options": settings_json(options)}
         await self.client.call_async(sql.CONFIGURE_QUEUE, parameters, connection)
@@ -213,7 +213,8 @@ class AsyncManaging(Registry):
         """Set the limit and the rate of concurrency keys that match a name or prefix*.
 
         For example `{"limit": 2, "rate": {"limit": 10, "per": timedelta(minutes=1)}}`. They
-        override those of jobs; None removes one, what is absent stays. Raises as `pause`.
+        override the limits that jobs give. None removes a setting; settings that are left out stay
+        as they are. Raises as `pause`.
         """
         parameters = {"pattern": pattern, "options": settings_json(options)}
         await self.client.call_async(sql.CONFIGURE_KEY, parameters, connection)
@@ -221,15 +222,15 @@ class AsyncManaging(Registry):
     async def configure_share_async(
         self, pattern: str, options: Mapping[str, Any], *, connection: AnyAsyncConnection = OWN
     ) -> None:
-        """Set the weight of shares that match a name or prefix*: `{"weight": 3}`; None: 1.
+        """Set the weight of shares that match a name or prefix*: `{"weight": 3}`.
 
-        Raises as `pause`.
+        None restores the default, 1. Raises as `pause`.
         """
         parameters = {"pattern": pattern, "options": settings_json(options)}
         await self.client.call_async(sql.CONFIGURE_SHARE, parameters, connection)
 
     async def unblock_async(self, *, connection: AnyAsyncConnection = OWN) -> int | None:
-        """End the session that keeps others from admitting jobs, if any; return its process id.
+        """End the session that keeps others from admitting jobs; return its process id, or None.
 
         `health` says when that is needed: its check `admission` fails.
         """
@@ -250,10 +251,11 @@ class AsyncManaging(Registry):
         connection: AnyAsyncConnection = OWN,
         **options: Unpack[RecurringOptions],
     ) -> dt.datetime | None:
-        """Create or change a schedule, a customer's for example; return its next run.
+        """Create or change a schedule at run time, as for one customer; return its next run.
 
-        No worker removes it, because the code does not define it. The same again changes nothing.
-        The arguments are checked if `task` is a Task, and not a name.
+        Workers do not remove it: they remove only schedules that their code has defined. A second
+        call with the same arguments changes nothing. `args` are checked only if `task` is a Task,
+        not a name. Returns None if the schedule is disabled.
         """
         what = f"the schedule {name!r}"
         named = task_name(task)
@@ -286,7 +288,7 @@ class AsyncManaging(Registry):
     ) -> dt.datetime | None:
         """Enable or disable a schedule; return its next run, None if it is disabled.
 
-        Missed runs are not made up for.
+        Runs that it missed while it was disabled are skipped.
         """
         parameters = {"name": name, "enabled": enabled}
         ((next_run,),) = await self.client.call_async(sql.ENABLE_SCHEDULE, parameters, connection)
@@ -301,7 +303,7 @@ class AsyncManaging(Registry):
         n: int = 5,
         connection: AnyAsyncConnection = OWN,
     ) -> list[dt.datetime]:
-        """Return the next runs of a cron expression, for a form that asks for one, for example."""
+        """Return the next `n` runs of a cron expression, for example to show them in a form."""
         check_cron("the schedule", cron)
         check_text("timezone", timezone, "Europe/Berlin")
         parameters = {"cron": cron, "timezone": timezone, "n": n}
@@ -336,7 +338,10 @@ class AsyncManaging(Registry):
         force: bool = False,
         connection: AnyAsyncConnection = OWN,
     ) -> None:
-        """Move jobs to another queue. Then raises the error of the first that was refused."""
+        """Move jobs to another queue.
+
+        If some are refused, it moves the others, and raises the error of the first refused one.
+        """
         parameters = {"ids": ids_of(jobs), "queue": queue, "force": force}
         check_outcomes(await self.client.call_async(sql.MOVE, parameters, connection))
 
@@ -390,8 +395,9 @@ class AsyncManaging(Registry):
     ) -> int:
         """Delete finished jobs whose retention is over; return their number.
 
-        With `state` and `older_than`, delete those in that state that ended longer ago than that.
-        One call deletes at most `max_jobs`, and 10,000: call it again until it returns 0.
+        With `state` and `older_than`, delete the jobs in that state that ended at least so long
+        ago, whatever their retention. One call deletes at most `max_jobs`, and never more than
+        10,000: repeat it until it returns 0.
         """
         parameters = {
             "max_jobs": max_jobs,
