@@ -1,4 +1,4 @@
-"""Texts for a log, a terminal or a page: foreign ones are escaped.
+"""Text for logs, terminals and pages; text from elsewhere is escaped.
 
 Tests: unit/test_log.py.
 """
@@ -29,8 +29,8 @@ __all__ = [
 #: The database that a record is about, where one process works for several; else empty.
 database_in_logs: contextvars.ContextVar[str] = contextvars.ContextVar("database", default="")
 
-# How many characters the log has of a message in a traceback: to escape and to write 100 MB
-# takes long, and the worker's loop stands still meanwhile.
+# The most characters that the log takes of a message: escaping and writing 100 MB takes long, and
+# the worker's loop stands still meanwhile.
 MAX_MESSAGE = 16_000
 
 # Control characters (C0, C1), other line ends, and characters that change the text direction.
@@ -55,7 +55,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def type_name(value: object) -> str:
-    """Return the name of a value's type, whatever its metaclass does."""
+    """Return the name of a value's type, even if its metaclass overrides that name."""
     return str.__str__(type.__dict__["__qualname__"].__get__(type(value)))
 
 
@@ -69,7 +69,7 @@ def full_type_name(value: object) -> str:
 
 
 def traceback_of(error: BaseException) -> TracebackType | None:
-    """Return an error's traceback, even if its class redefines `__traceback__`."""
+    """Return an error's traceback, even if its class overrides `__traceback__`."""
     found: TracebackType | None = BaseException.__dict__["__traceback__"].__get__(error)
     return found
 
@@ -77,8 +77,8 @@ def traceback_of(error: BaseException) -> TracebackType | None:
 def logger(name: str) -> logging.Logger:
     """Return a logger that escapes text of jobs and errors, so that nobody can forge a line.
 
-    It also names the database, where one process works for several. What the application's own
-    handlers and filters raise ends nobody who logs.
+    It also names the database, where one process works for several. Errors of the application's own
+    handlers and filters do not reach the code that logs.
     """
     log = logging.getLogger(name)
     log.addFilter(_escape)
@@ -88,7 +88,7 @@ def logger(name: str) -> logging.Logger:
 
 
 def _handle(log: logging.Logger, record: logging.LogRecord) -> None:
-    """Handle a record; tell on stderr, as logging does, of handlers and filters that raise."""
+    """Handle a record. If a handler or filter raises, report that on stderr, as logging does."""
     try:
         type(log).handle(log, record)
     except (Exception, SystemExit):
@@ -123,7 +123,7 @@ def _escaped_argument(value: Any) -> Any:
     if issubclass(type(value), str | BaseException):
         try:
             return escaped(_cut(str.__str__(str(value))))
-        except BaseException:  # as in tracebacks of Python, which write its type then, too
+        except BaseException:  # Python's tracebacks then show only the type, too
             return type_name(value)
     return value
 

@@ -1,4 +1,4 @@
-"""Checks of single values where the code states them: a refusal names the value, and what to give.
+"""Checks of single arguments: an error names the argument, and says what to give.
 
 Tests: unit/test_misuse.py.
 """
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise TypeError for what is neither True nor False: a text such as 'no' would count as True.
+    """Raise TypeError unless the value is True or False.
 
-    This holds for the texts of environment variables, too.
+    A text such as 'no', perhaps from an environment variable, would count as True.
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, not {value!r}")
@@ -28,7 +28,7 @@ def check_flag(name: str, value: object) -> None:
 def check_number(
     name: str, value: Any, kind: Any, *, at_least: float, at_most: float = MAX_INTEGER
 ) -> None:
-    """Raise TypeError for what is no number of a kind, ValueError for one out of range."""
+    """Raise TypeError unless the value is a number of this kind, ValueError if out of range."""
     if not isinstance(value, kind) or isinstance(value, bool):
         what = "a whole number" if kind is int else "a number"
         raise TypeError(f"{name} must be {what}, not {value!r}")
@@ -39,7 +39,7 @@ def check_number(
 
 
 def check_text(name: str, value: object, such_as: str) -> None:
-    """Raise TypeError for what is no text, ValueError for an empty one."""
+    """Raise TypeError unless the value is text, ValueError if it is empty."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be text, such as {such_as!r}, not {value!r}")
     if not value:
@@ -47,6 +47,6 @@ def check_text(name: str, value: object, such_as: str) -> None:
 
 
 def check_texts(name: str, values: Iterable[T], such_as: str) -> None:
-    """Raise TypeError or ValueError if one of these is no text, or empty."""
+    """Check each of these as `check_text` does."""
     for value in values:
         check_text(f"each of {name}", value, such_as)

@@ -1,4 +1,4 @@
-"""Errors: one class for each SQLSTATE of the queue, and errors that Python itself raises."""
+"""Errors: one class for each SQLSTATE of the queue, and errors that only this package raises."""
 
 # The names are the contract's (job_not_found, claim_lost ...), so they have no suffix.
 # ruff: noqa: N818
@@ -53,7 +53,7 @@ __all__ = [
 class PgDeferError(Exception):
     """Base of every error that this package raises.
 
-    `sqlstate`, `detail` and `hint` are PostgreSQL's; None if Python raised the error.
+    `sqlstate`, `detail` and `hint` are what they are in PostgreSQL's errors. Each may be None.
     """
 
     sqlstate: str | None = None
@@ -92,8 +92,9 @@ class InvalidState(PgDeferError):
 class AlreadyQueued(PgDeferError):
     """QJ004: a job that has not started holds the queueing_lock.
 
-    `detail` names that job; for a retry, the job that should have been retried. Or its
-    idempotency_key is that of a job in a queue that the role may not use; `detail` names the key.
+    `detail` names that job; for a retry, the job that should have been retried. Also raised if the
+    idempotency_key belongs to a job in a queue that the role may not use; `detail` then names the
+    key.
     """
 
     sqlstate = "QJ004"
@@ -126,7 +127,7 @@ class WrongIsolation(PgDeferError):
 class StepChanged(PgDeferError):
     """QJ009: a step of a durable job differs from the one that was finished under its name.
 
-    Or the job has finished no such step, from which it was to continue.
+    Also raised if a job is to continue from a step that it has not finished.
     """
 
     sqlstate = "QJ009"
@@ -172,8 +173,9 @@ class JobCancelled(JobFailed):
 class StepFailed(PgDeferError):
     """A step of a durable job has failed for good, by its own retry policy.
 
-    `step` is its name, `error` its last error. The step is not tried again, so a retry of the job
-    would not help, unless an operator retries it. When it fails, `__cause__` is the error itself.
+    `step` is its name, `error` the text of its last error. All later runs raise it again, so a
+    handler that does not catch it fails the job at once. `Job.retry` tries the step again. Only in
+    the run in which the step fails, `__cause__` is the error itself.
     """
 
     def __init__(self, step: str, error: str) -> None:
@@ -299,7 +301,7 @@ def _is_of_pooler(error: BaseException) -> bool:
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether it means that the connection is lost: to a server that went down, or on the way."""
+    """Whether an error means that the connection is lost, or that the server went down."""
     kinds = (psycopg.OperationalError, psycopg.InterfaceError, OSError)
     return isinstance(error, kinds) and sqlstate_of(error) in (None, "57P01", "57P02", "57P03")
 
@@ -307,8 +309,8 @@ def is_lost(error: BaseException) -> bool:
 # Classes of errors caused by the state of the server or of other sessions, not by the statement:
 # the connection (08), the transaction's state, such as on a read-only server (25), deadlocks (40),
 # resources such as memory, disks and connections (53), locks (55), an operator (57), the system
-# (58), the server's files (F0), and faults of the server (XX). The statement and its data cause all
-# others, which come again however often it is sent.
+# (58), the server's files (F0), and faults of the server (XX). The statement or its data cause all
+# other errors, so sending it again would not help.
 _TRANSIENT = frozenset({"08", "25", "40", "53", "55", "57", "58", "F0", "XX"})
 
 
@@ -355,13 +357,15 @@ def translate(error: BaseException) -> PgDeferError | None:
     message = getattr(diag, "message_primary", None) or getattr(original, "message", None)
     detail = getattr(diag, "message_detail", None) or getattr(original, "detail", None)
     hint = getattr(diag, "message_hint", None) or getattr(original, "hint", None)
+    # SQLAlchemy's error in place of asyncpg's has no hint; its cause has.
+    hint = hint or getattr(original.__cause__, "hint", None)
     if kind is NotInstalled:
         hint = NotInstalled.remedy
     return kind(message or str(original), detail=detail or None, hint=hint or None)
 
 
 class Naming:
-    """Lets the errors of a caller's mistake begin with whose mistake it is, such as a task's."""
+    """A block in which the errors of wrong arguments begin with what those are for, as a task."""
 
     __slots__ = ("_what",)
 
@@ -384,7 +388,7 @@ class Naming:
             error.args = (f"{self._what}: {error}",)
 
 
-# How messages begin that name a task.
+# How messages begin that already say what they are about.
 _NAMED = ("the task ", "a job of ", "jobs of ", "the schedule ")
 
 

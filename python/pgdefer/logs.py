@@ -27,9 +27,9 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as a JSON object: `time`, `level`, `logger`, `message`, and its fields.
 
     Records about a job have the fields `id`, `task`, `queue`, `attempt`, and at its end `outcome`,
-    `state` and `duration` in seconds. Of a value that JSON can't hold, the line has the
-    `repr`. No field replaces one of the first four. A message that does not fit its arguments is
-    followed by them.
+    `state` and `duration` in seconds. The `repr` of a value stands in for one that JSON can't hold.
+    No field replaces one of the first four. If a message does not fit its arguments, they follow
+    it.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -56,7 +56,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def _message(record: logging.LogRecord) -> str:
-    """Return a message, also of a wrong call: the report of logging itself would be many lines."""
+    """Return the message. If it does not fit its arguments, append them.
+
+    logging itself would print a report of many lines.
+    """
     try:
         return record.getMessage()
     except Exception:

@@ -29,7 +29,7 @@ STATES = ("scheduled", "waiting", "upstream_failed", "blocked", "ready", "runnin
 class HasId(Protocol):
     """A job, as `defer` returns it."""
 
-    # An int. But the ids of models are SQLAlchemy's descriptors, which pyright sees as such here.
+    # An int. `Any`, because pyright takes the ids of models for SQLAlchemy's descriptors.
     @property
     def id(self) -> Any:
         """The job's id."""
@@ -51,12 +51,13 @@ class Retry:
     `max_attempts` is the number of failures at which the job fails; None means never. The delay
     after the nth failure is `base`, `base * n` or `base * factor ** (n - 1)`, depending on
     `backoff`, and at most `cap`. `first` replaces the delay after the first failure; the series
-    then starts with the second. `jitter`, from 0 to 1, shortens it at random by up to that share.
+    then starts with the second. `jitter`, from 0 to 1, shortens each delay at random by up to that
+    share of it.
 
-    Crashes are counted separately: `on_crash` is the reaction to a crash, and at `max_crashes` the
-    job fails (3; None: never).
+    Crashes are counted separately: `on_crash` says what follows a crash, and at `max_crashes` the
+    job fails (3 by default; None: never).
 
-    In Procrastinate's terms, `wait`, `linear_wait` and `exponential_wait` are seconds; the delay is
+    Or give Procrastinate's `wait`, `linear_wait` and `exponential_wait`, in seconds: the delay is
     `wait + linear_wait * n + exponential_wait ** (n + 1)` with n failures before this one.
     """
 
@@ -75,7 +76,7 @@ class Retry:
     exponential_wait: float | None = None
 
     def __post_init__(self) -> None:
-        """Raise TypeError, ValueError for an invalid policy."""
+        """Raise TypeError or ValueError for an invalid policy."""
         for name in ("max_attempts", "max_crashes"):
             most = getattr(self, name)
             if most is not None and most is not _Unset.UNSET:
@@ -115,8 +116,8 @@ class Retry:
 
 _DELAYS = ("base", "cap", "first")
 _OF_PROCRASTINATE = ("wait", "linear_wait", "exponential_wait")
-# What the database takes: of attempts and limits, of intervals (4,000 of its years, which have 12
-# months of 30 days), and of times.
+# The greatest values that the database takes: of attempts and limits; of intervals (4,000 of its
+# years, which have 12 months of 30 days); and the earliest and latest time.
 _MOST = 999_999_999
 _LONGEST = dt.timedelta(days=4000 * 12 * 30)
 _FIRST = dt.datetime(1, 1, 3, tzinfo=dt.UTC)
@@ -169,8 +170,8 @@ class TaskOptions(_Common, total=False):
 class DeferOptions(_Common, total=False):
     """The options of a single job; they take precedence over the defaults of its task.
 
-    An empty text means none. `needs` and `parent` are ids, or jobs as `defer` returned them;
-    inside a handler `parent` is its job unless it is set, to None included.
+    An empty text means none. `needs` and `parent` are ids, or jobs as `defer` returned them.
+    Inside a handler, `parent` is the handler's job by default; None means no parent.
     """
 
     scheduled_at: dt.datetime
@@ -183,9 +184,9 @@ class DeferOptions(_Common, total=False):
 class RecurringOptions(_Common, total=False):
     """The options of a schedule, for its jobs and its runs.
 
-    `catch_up` decides about runs that were missed while no worker ran or the queue was
-    paused. `max_delay` skips runs that are later than that; `overlap="skip"` skips runs while the
-    last job is unfinished. `deadline` is relative to the time of the run.
+    `catch_up` says which runs to make up for that were missed while no worker ran, or while the
+    queue was paused. `max_delay` skips runs that are later than that; `overlap="skip"` skips runs
+    while the last job is unfinished. `deadline` is relative to the time of the run.
     """
 
     deadline: dt.timedelta
@@ -226,7 +227,7 @@ def interval_text(value: dt.timedelta) -> str:
 def checked_interval(name: str, value: object) -> str | None:
     """Return an interval in PostgreSQL's syntax, None for None.
 
-    Raises TypeError, ValueError that name it.
+    Raises TypeError or ValueError, whose message begins with `name`.
     """
     if value is None:
         return None
@@ -240,13 +241,13 @@ def checked_interval(name: str, value: object) -> str | None:
 def settings_json(options: Mapping[str, Any]) -> str:
     """Return the JSON of the settings of a queue, key or share; intervals are timedeltas or text.
 
-    Raises TypeError, ValueError.
+    Raises TypeError or ValueError.
     """
 
     def text(value: object) -> str | None:
         if isinstance(value, dt.timedelta):
             return checked_interval("an interval of the options", value)
-        raise TypeError(f"the options have numbers, text, timedeltas and None, not {value!r}")
+        raise TypeError(f"the options take numbers, text, timedeltas and None, not {value!r}")
 
     given = checked_mapping("options", options)
     try:
@@ -257,7 +258,7 @@ def settings_json(options: Mapping[str, Any]) -> str:
 
 
 def checked_time(name: str, value: object) -> str | None:
-    """Return a time as text, None for None. Raises TypeError, ValueError that name it."""
+    """Return a time as text, None for None. Raises as `checked_interval`."""
     if value is None:
         return None
     if not isinstance(value, dt.datetime):
@@ -270,17 +271,17 @@ def checked_time(name: str, value: object) -> str | None:
 
 
 def as_list(name: str, values: Iterable[T]) -> list[T]:
-    """Return a list. Raises TypeError for anything else, also for a text, which is iterable."""
+    """Return the values as a list. Raises TypeError if they are not iterable, or are a text."""
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list, not {values!r}: give [{values!r}]")
     return list(values)
 
 
 def job_id(job: int | HasId) -> int:
-    """Return the id of a job, or the id itself. Raises TypeError for anything else."""
+    """Return the id of a job, or the id that was passed. Raises TypeError or ValueError."""
     id = job if isinstance(job, int) else getattr(job, "id", None)
     if isinstance(id, str) and id.isascii() and id.isdecimal():
-        id = int(id)  # of a TaskResult of Django
+        id = int(id)  # Django's TaskResult has it as text
     if not isinstance(id, int) or isinstance(id, bool):
         raise TypeError(f"a job, or its id as an int, is needed, not {job!r}")
     if not 0 <= id < 2**63:
@@ -293,19 +294,20 @@ IN_TEMPLATES = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 
 
 def ids_of(jobs: Iterable[int | HasId]) -> list[int]:
-    """Return the ids of jobs. Raises TypeError, ValueError."""
+    """Return the ids of jobs. Raises TypeError or ValueError."""
     return [job_id(job) for job in as_list("jobs", jobs)]
 
 
 def literal(text: str) -> str:
-    """Return the template of a text: a lock or key that is that text, also if it has braces."""
+    """Return a template that stands for exactly this text: it has the braces doubled."""
     return text.replace("{", "{{").replace("}", "}}")
 
 
 def limit_of_semaphore(key: str, slots: int | None) -> dict[str, Any]:
-    """Return the options of a job that has a key of Solid or Steady Queue.
+    """Return the options of a job that has a concurrency key of Solid Queue or Steady Queue.
 
-    Without a semaphore (None) nothing tells the limit: 1 is what limits_concurrency has by default.
+    Without a semaphore (`slots` None) the limit is unknown, so it is 1: the default of
+    limits_concurrency.
     """
     return {"concurrency_key": literal(key), "concurrency_limit": max(slots or 1, 1)}
 
@@ -315,7 +317,7 @@ _LEFT_OUT = {"timeout": "no limit", "unique_for": "1 day"}
 
 
 def checked_option(name: str, value: Any) -> Any:
-    """Return one option in JSON's types."""
+    """Return the value of one option in JSON's types. Raises TypeError or ValueError."""
     convert = _CONVERSIONS.get(name)
     if convert is not None:
         return convert(name, value)
@@ -333,7 +335,7 @@ def checked_option(name: str, value: Any) -> Any:
 
 
 def checked_mapping(name: str, value: object) -> dict[str, Any]:
-    """Return a mapping of names as a dict. Raises TypeError that names it."""
+    """Return a mapping by names as a dict. Raises TypeError, whose message begins with `name`."""
     if not isinstance(value, Mapping):
         raise TypeError(f"{name} must be a mapping, not {value!r}")
     for key in value:
@@ -428,7 +430,7 @@ class JobOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> JobOptions:
-        """Sort the options. Those that are None are left out, except max_progress."""
+        """Sort the options into these two. Drop those that are None, except max_progress."""
         arguments: dict[str, Any] = {}
         options: dict[str, Any] = {}
         for name, value in values.items():
@@ -440,11 +442,11 @@ class JobOptions:
         return cls(arguments, options)
 
     def defaults(self) -> dict[str, Any]:
-        """Return the defaults for queue.register_task."""
+        """Return all of them in one dict, as queue.register_task takes them."""
         return {**self.arguments, **self.options}
 
     def options_text(self) -> str | None:
-        """Return the JSON text of `options`, None without any."""
+        """Return the JSON text of `options`, or None if there are none. Raises EncodeError."""
         if not self.options:
             return None
         try:
