@@ -21,7 +21,7 @@ A = TypeVar("A")
 
 
 class _NoSteps(Steps):
-    """Refuses the steps, sleeps and waits of a durable job: they end or repeat a run of its own."""
+    """Refuses steps, sleeps and waits: they end or repeat the run of one job, not of a batch."""
 
     __slots__ = ()
 
@@ -33,8 +33,8 @@ class _NoSteps(Steps):
 class BatchJob(JobContext, Generic[A]):
     """A job of a batch: a `JobContext` with the arguments in `args`.
 
-    These are a dict by name, or what the task's `batch_of` makes of them. If `should_abort` is
-    true, this job was cancelled, or lost; the others of its batch go on.
+    The arguments are a dict by name, or the object that the task's `batch_of` makes of them. If
+    `should_abort` is true, this job was cancelled or lost; the others of its batch go on.
     """
 
     __slots__ = ("args",)
@@ -72,7 +72,7 @@ def check_batch(
     try:
         inspect.signature(function).bind([])
     except TypeError as error:
-        raise TypeError(f"a handler of batches is called with the list of jobs: {error}") from None
+        raise TypeError(f"a batch's handler is called with a list of jobs only: {error}") from None
 
 
 def batch_parameters(make: Callable[..., Any] | None, version: int) -> Parameters:
@@ -84,9 +84,9 @@ def _any(**args: Any) -> None: ...
 
 
 def outcomes_of(name: str, jobs: Sequence[BatchJob[Any]], said: object) -> list[object]:
-    """Return what a handler said of each job: a value, or an exception for that job alone.
+    """Return the outcome of each job: a value, or an exception for that job alone.
 
-    Raises TypeError if it said something that can't be divided among the jobs.
+    `said` is what the handler returned. Raises TypeError if that has no outcome for each job.
     """
     if said is None or isinstance(said, RetryLater):
         return [said] * len(jobs)
@@ -103,7 +103,7 @@ def outcomes_of(name: str, jobs: Sequence[BatchJob[Any]], said: object) -> list[
 
 
 def _by_job(name: str, jobs: Sequence[BatchJob[Any]], said: Mapping[Any, object]) -> list[object]:
-    """Return the outcomes of a dict, whose keys are jobs or ids; None for jobs that it lacks."""
+    """Return the outcomes in a dict by job or id; None for jobs that it does not contain."""
     found: dict[Any, object] = {}
     known = {job.id for job in jobs}
     for key, value in said.items():
@@ -117,12 +117,12 @@ def _by_job(name: str, jobs: Sequence[BatchJob[Any]], said: Mapping[Any, object]
 
 
 def _checked(job: JobContext, value: object) -> object:
-    """Return an outcome, or a TypeError in place of one that is a mistake."""
+    """Return an outcome, or a TypeError in place of a value that can't be meant as one."""
     if isinstance(value, type) and issubclass(value, BaseException):
         return TypeError(f"the outcome of job {job.id} is the class {value.__name__}, not an error")
     if inspect.isawaitable(value) or isinstance(value, types.GeneratorType):
         if isinstance(value, types.CoroutineType):
-            value.close()  # or Python complains that nobody awaits it
+            value.close()  # or Python would warn that it was never awaited
         return TypeError(
             f"the outcome of job {job.id} is a {type(value).__name__}, whose code nobody runs: "
             "return its value, as by asyncio.gather(..., return_exceptions=True)"

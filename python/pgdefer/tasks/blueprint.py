@@ -1,4 +1,4 @@
-"""Tasks of a part of an application, which an App includes: `app.include(blueprint)`.
+"""The tasks of one part of an application, which an App includes: `app.include(blueprint)`.
 
 Tests: integration/test_blueprints.py.
 """
@@ -44,7 +44,10 @@ class Blueprint(Defining):
         self._is_included = False
 
     def included_in(self, client: Client, namespace: str) -> list[Task[..., Any]]:
-        """Give the tasks and schedules their names within an App, and its client."""
+        """Give the tasks and schedules an App's client and names within it; return the tasks.
+
+        Raises ValueError if the blueprint was included before, or if a task runs in processes.
+        """
         if self._is_included:
             raise ValueError(f"the blueprint of {self.name} was included before")
         tasks = list(dict.fromkeys(self.tasks.values()))

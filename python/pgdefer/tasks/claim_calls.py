@@ -17,14 +17,17 @@ __all__ = ["attempts_left", "extend", "needs"]
 
 
 def needs(client: Client, id: int) -> list[Need]:
-    """Return the needs of a job, in their present state. Raises JobNotFound, DecodeError."""
+    """Return the jobs that a job needs, by id, in their present states.
+
+    Raises JobNotFound, and DecodeError if a result can't be decoded.
+    """
     rows = client.call(sql.NEEDS, {"id": id})
     decode = client.codec.decode
     return [Need(id, task, state, decode(result), why) for id, task, state, result, why in rows]
 
 
 def extend(client: Client, id: int, claim: int, lease: dt.timedelta) -> dt.datetime:
-    """Give a claim its own lease, and return the end of that. Raises ClaimLost."""
+    """Give a claim its own lease, and return when that ends. Raises ClaimLost."""
     parameters = {"id": id, "claim": claim, "lease": checked_interval("lease", lease)}
     rows = client.call(sql.EXTEND, parameters)
     end: dt.datetime = rows[0][0]
@@ -32,7 +35,10 @@ def extend(client: Client, id: int, claim: int, lease: dt.timedelta) -> dt.datet
 
 
 def attempts_left(client: Client, id: int, claim: int) -> tuple[int | None, bool]:
-    """Return at which failure a job fails for good, and whether one in this run would be it."""
+    """Return after how many failures a job fails for good, and whether this run's would be that.
+
+    The number is None if there is no limit.
+    """
     rows = client.call(sql.ATTEMPTS_LEFT, {"id": id, "claim": claim})
     ((max_attempts, _, is_last),) = rows
     return max_attempts, is_last

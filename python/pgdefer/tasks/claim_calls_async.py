@@ -16,7 +16,10 @@ __all__ = ["attempts_left_async", "extend_async", "needs_async"]
 
 
 async def needs_async(client: Client, id: int) -> list[Need]:
-    """Return the needs of a job, in their present state. Raises JobNotFound, DecodeError."""
+    """Return the jobs that a job needs, by id, in their present states.
+
+    Raises JobNotFound, and DecodeError if a result can't be decoded.
+    """
     rows = await client.call_async(sql.NEEDS, {"id": id})
     decode_async = client.codec.decode_async
     return [
@@ -26,7 +29,7 @@ async def needs_async(client: Client, id: int) -> list[Need]:
 
 
 async def extend_async(client: Client, id: int, claim: int, lease: dt.timedelta) -> dt.datetime:
-    """Give a claim its own lease, and return the end of that. Raises ClaimLost."""
+    """Give a claim its own lease, and return when that ends. Raises ClaimLost."""
     parameters = {"id": id, "claim": claim, "lease": checked_interval("lease", lease)}
     rows = await client.call_async(sql.EXTEND, parameters)
     end: dt.datetime = rows[0][0]
@@ -34,7 +37,10 @@ async def extend_async(client: Client, id: int, claim: int, lease: dt.timedelta)
 
 
 async def attempts_left_async(client: Client, id: int, claim: int) -> tuple[int | None, bool]:
-    """Return at which failure a job fails for good, and whether one in this run would be it."""
+    """Return after how many failures a job fails for good, and whether this run's would be that.
+
+    The number is None if there is no limit.
+    """
     rows = await client.call_async(sql.ATTEMPTS_LEFT, {"id": id, "claim": claim})
     ((max_attempts, _, is_last),) = rows
     return max_attempts, is_last

@@ -105,7 +105,7 @@ class JobContext(DurableCalls, AsyncDurableCalls):
         self._args: dict[str, Any] | None = None
         self._abort_reason: str | None = None
         self._error: BaseException | None = None
-        # Whether it is to go back if its handler waits for a connection; and whether it does go.
+        # Whether to give the job back if its handler waits for a connection; whether it goes back.
         self._is_recalled = self._goes_back = False
         # When its timeout passes, for a handler that may keep the worker from noticing that.
         self._late_at: float | None = None
@@ -116,12 +116,12 @@ class JobContext(DurableCalls, AsyncDurableCalls):
         return f"<job {self.id} {escaped(self.task)} attempt {self.attempt} claim {self.claim}>"
 
     def _log_fields(self) -> dict[str, object]:
-        """Return the fields of a log record about it."""
+        """Return the fields of a log record about the job."""
         return {"id": self.id, "task": self.task, "queue": self.queue, "attempt": self.attempt}
 
     @property
     def dsn(self) -> str:
-        """The DSN of the job's database, for connections of the handler's own."""
+        """The DSN of the job's database, for connections that the handler opens itself."""
         return self.client.source.conninfo()
 
     @property
@@ -131,10 +131,10 @@ class JobContext(DurableCalls, AsyncDurableCalls):
 
     @property
     def args(self) -> Any:
-        """Its arguments by name as they are stored, decoded when first read.
+        """The arguments by name as they are stored, decoded when first read.
 
         They lack the defaults of the task's parameters. Raises DecodeError if they can't be read,
-        or have a value of a type whose decode is `async def`.
+        or if the decoder of a value is `async def`.
         """
         if self._args is None:
             self._args = self.client.codec.decode_stored(self._stored)
@@ -151,15 +151,18 @@ class JobContext(DurableCalls, AsyncDurableCalls):
             return None
 
     def _is_here(self) -> bool:
-        """Whether this code is of the job's run; a thread's may not be known to be."""
+        """Whether the calling code belongs to the job's run.
+
+        False also in threads that the handler started without a copy of its context.
+        """
         return running_job() is self
 
     def should_abort(self) -> bool:
-        """Whether the job was cancelled, timed out, or lost, or its worker stops at once.
+        """Whether the handler should end: the job was cancelled, lost or timed out, or must go back.
 
-        Handlers that are not coroutines should check it from time to time, and raise `JobAborted`
-        (or return) when it is true; coroutines are cancelled. At the timeout, `JobTimeout` is
-        raised in the handler's thread.
+        It must go back if its worker stops at once. Handlers that are not coroutines should
+        check this from time to time, and raise `JobAborted` (or return) when it is true; coroutines
+        are cancelled. At the timeout, `JobTimeout` is raised in the handler's thread.
         """
         return self._abort_reason is not None
 
@@ -169,11 +172,17 @@ class JobContext(DurableCalls, AsyncDurableCalls):
             raise JobAborted(self._abort_reason)
 
     def needs(self) -> list[Need]:
-        """Return the jobs that this job needs, by id, in their present state: a group's members."""
+        """Return the jobs that this job needs, such as a group's members, in the order of ids.
+
+        Their states are the present ones. Raises DecodeError if a result can't be decoded.
+        """
         return needs(self.client, self.id)
 
     async def needs_async(self) -> list[Need]:
-        """Return the jobs that this job needs, by id, in their present state: a group's members."""
+        """Return the jobs that this job needs, such as a group's members, in the order of ids.
+
+        Their states are the present ones. Raises DecodeError if a result can't be decoded.
+        """
         return await needs_async(self.client, self.id)
 
     def max_attempts(self) -> int | None:
@@ -219,7 +228,7 @@ _current: contextvars.ContextVar[JobContext | None] = contextvars.ContextVar("pg
 
 
 def current_job() -> JobContext:
-    """Return the job whose handler is running; raises LookupError outside of one."""
+    """Return the job whose handler is running. Raises LookupError outside of a handler."""
     job = running_job()
     if job is None:
         raise LookupError("no job is running here (a batch's jobs are its handler's argument)")
@@ -227,7 +236,7 @@ def current_job() -> JobContext:
 
 
 def enter_job(job: JobContext | None) -> contextvars.Token[JobContext | None]:
-    """Make a job the running one of this context, or none; `leave_job` takes the token."""
+    """Make a job, or none, the running one in this context; `leave_job` takes the token."""
     return _current.set(job)
 
 

@@ -40,7 +40,7 @@ D = TypeVar("D", bound=DjangoTask)
 
 
 class BatchDecorator(Protocol[P, A]):
-    """The decorator `App.task(batch=...)`: P are the arguments of a job, A is made of them."""
+    """The decorator `App.task(batch=...)`. P: a job's parameters; A: the type of `job.args`."""
 
     @overload
     def __call__(
@@ -90,7 +90,7 @@ class TaskDecorator:
         self._name = name
         self._options = options
 
-    # A coroutine function is also a function: mypy would rather have us not tell.
+    # A coroutine function is also a function, so the overloads overlap.
     @overload
     def __call__(  # type: ignore[overload-overlap]
         self, function: Callable[P, Coroutine[Any, Any, R]], /
@@ -138,7 +138,7 @@ class RecurringDecorator:
         args: Mapping[str, Any] | None,
         options: Mapping[str, Any],
     ) -> None:
-        if not isinstance(cron, str):  # such as the function of an `@app.recurring` without one
+        if not isinstance(cron, str):  # such as the function below a bare `@app.recurring`
             check_cron("the schedule", cron)
         self._registry = registry
         self._defaults = defaults
@@ -148,7 +148,7 @@ class RecurringDecorator:
         self._args = {} if args is None else args
         self._options = options
 
-    # A task is a function too.
+    # As above; and a task is a function, too.
     @overload
     def __call__(  # type: ignore[overload-overlap]
         self, function: Callable[P, Coroutine[Any, Any, R]], /

@@ -25,10 +25,10 @@ class AsyncDeferrable(Preparer[P, R]):
     async def defer_async(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """Defer a job that calls the task with these arguments.
 
-        This is a transaction of its own, unless a connection of the caller's was configured.
+        It is deferred in a transaction of its own, unless `configure` was given a connection.
 
         Raises TypeError for arguments that the task does not take, EncodeError for arguments that
-        can't be stored, AlreadyQueued if its queueing_lock is taken.
+        can't be stored, and AlreadyQueued if its queueing_lock is taken.
         """
         call = self.prepare(*args, **kwargs)
         return await submit_async(self.client, call, self._connection)
@@ -36,6 +36,9 @@ class AsyncDeferrable(Preparer[P, R]):
     async def defer_many_async(
         self, calls: Iterable[PreparedJob[Any] | Mapping[str, Any]]
     ) -> list[Job[R]]:
-        """Defer many jobs at once, all or none; each call is `prepare`d or keyword arguments."""
+        """Defer many jobs, all or none. Returns them in the order of the calls.
+
+        Each call is what `prepare` returned, or a dict of keyword arguments.
+        """
         prepared = list(self._prepare_all(calls))
         return await submit_many_async(self.client, prepared, self._connection)

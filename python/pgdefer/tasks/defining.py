@@ -83,24 +83,25 @@ class Defining(Registry):
         name: str | None = None,
         **options: Any,
     ) -> object:
-        """Make a function a task, named by its module and name unless `name` is given.
+        """Make a function a task. Its name is `name`, or else that of its module and its own.
 
         The options are registered in the database as the task's defaults, so that jobs deferred
         by SQL have them too. `lock`, `queueing_lock` and `concurrency_key` may contain `{field}`,
-        filled from the arguments; `{{` and `}}` are braces. Only the worker knows
-        `HandlingOptions`.
+        filled from the arguments; `{{` and `}}` are braces. `HandlingOptions` are not registered:
+        only the worker uses them.
 
         With `transactional=True` the handler's first parameter, which is not an argument of the
-        job, is a psycopg connection in a transaction that also ends the job: both commit or
-        neither. A `sessionmaker` or `async_sessionmaker` in place of True gives a SQLAlchemy
-        session. Returning or raising RetryLater commits, too; any other exception rolls back.
+        job, is a psycopg connection. The handler's writes on it and the end of the job are one
+        transaction: both commit or neither. With a `sessionmaker` or `async_sessionmaker` in place
+        of True, the parameter is a SQLAlchemy session. Returning or raising RetryLater commits,
+        too; any other exception rolls back.
 
         With `batch=100` the handler's parameter is a list of up to 100 jobs (`BatchJob`), which it
-        runs at once. Jobs take any arguments by name, or those of `batch_of`, a class such as a
-        dataclass, and `job.args` is a dict, or an object of that class. It returns None (all have
-        succeeded), a list with an outcome for each job, or a dict of outcomes by job or id. An
-        outcome is a result, or an exception, which is that job's alone. If the handler raises, that
-        is the outcome of all.
+        runs at once. The jobs take any arguments by name, and `job.args` is a dict. With
+        `batch_of`, a class such as a dataclass, they take its arguments, and `job.args` is an
+        object of that class. The handler returns None (all have succeeded), a list with an outcome
+        for each job, or a dict of outcomes by job or id. An outcome is a result, or an exception
+        for that job alone. If the handler raises, all jobs of the batch get that exception.
         """
         decorator = TaskDecorator(self, name, {**self.defaults, **options})
         return decorator if function is None else decorator(function)
@@ -116,10 +117,11 @@ class Defining(Registry):
     ) -> RecurringDecorator:
         """Defer the task at each run of a cron expression in a time zone.
 
-        Put it above `@app.task`, or in its place; one task may have several. Workers register
-        the schedules when they start, named by the task (then `task#2` and so on, from below)
-        unless `name` is given. A handler with a parameter `scheduled_for` receives the time
-        of the run; `current_job().scheduled_for` has it too.
+        Put it above `@app.task`, or in its place; one task may have several. Workers register the
+        schedules when they start. A schedule's name is `name`, or else that of its task; the others
+        of a task are `task#2`, `task#3` and so on, from the lowest decorator up. A handler with a
+        parameter `scheduled_for` receives the time of the run; `current_job().scheduled_for` has it
+        too.
         """
         return RecurringDecorator(
             self,
