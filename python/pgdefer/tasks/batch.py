@@ -72,7 +72,7 @@ def check_batch(
     try:
         inspect.signature(function).bind([])
     except TypeError as error:
-        raise TypeError(f"a batch's handler is called with a list of jobs only: {error}") from None
+        raise TypeError(f"a handler of batches is called with the list of jobs: {error}") from None
 
 
 def batch_parameters(make: Callable[..., Any] | None, version: int) -> Parameters:

@@ -158,7 +158,7 @@ class JobContext(DurableCalls, AsyncDurableCalls):
         return running_job() is self
 
     def should_abort(self) -> bool:
-        """Whether the handler should end: the job was cancelled, lost or timed out, or must go back.
+        """Whether the handler should end: the job was cancelled, lost, timed out or must go back.
 
         It must go back if its worker stops at once. Handlers that are not coroutines should
         check this from time to time, and raise `JobAborted` (or return) when it is true; coroutines

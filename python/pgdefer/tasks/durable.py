@@ -38,9 +38,9 @@ class DurableCalls(StepCalls):
     # Waiting
 
     def sleep(self, name: str, until: dt.datetime | dt.timedelta) -> None:
-        """Sleep until a time, or for a duration by the database's clock; the next run continues.
+        """Sleep until a time, or for a duration by the database's clock. The next run continues.
 
-        The job holds no slot, worker or connection meanwhile.
+        Meanwhile the job occupies no slot, worker or connection.
         """
         if not isinstance(until, dt.datetime | dt.timedelta):
             raise TypeError(f"until must be a datetime or a timedelta, not {until!r}")
@@ -90,10 +90,10 @@ class DurableCalls(StepCalls):
     # Children
 
     def call(self, call: PreparedJob[Any], *, name: str | None = None) -> Any:
-        """Defer a job, once, and wait for its result. The next run continues with that.
+        """Defer a job, once, and wait for its result, with which the next run continues.
 
-        `call` is a call that `task.prepare(...)` returned. Raises JobFailed or JobCancelled if the
-        job has not succeeded. The step has the task's name, unless another is passed.
+        `call` is what `task.prepare(...)` returned. Raises JobFailed or JobCancelled if the job
+        has not succeeded. The step's name is `name`, by default that of the task.
         """
         check_prepared([call])
         step = call.task if name is None else name
@@ -107,11 +107,12 @@ class DurableCalls(StepCalls):
         name: str = "gather",
         return_errors: bool = False,
     ) -> list[Any]:
-        """Defer jobs, once, and wait for all their results. The next run continues with these.
+        """Defer jobs, once, and wait for all results, with which the next run continues.
 
-        They are in the order of the calls. Raises the error of the first job that has not
-        succeeded; with `return_errors` the list contains the errors, also those of results that
-        can't be decoded. The job holds no slot meanwhile.
+        Returns the results in the order of the calls. Raises JobFailed or JobCancelled for the
+        first job that has not succeeded, and DecodeError if a result can't be decoded; with
+        `return_errors` the list contains these errors instead. Meanwhile the waiting job occupies
+        no slot.
         """
         return self._gather(calls, name, return_errors=return_errors)
 
@@ -123,9 +124,9 @@ class DurableCalls(StepCalls):
         return_errors: bool,
         count: int | None = None,
     ) -> list[Any]:
-        """Gather; if the step is finished, it must have as many jobs as `count` says."""
+        """Defer jobs and wait for them. A finished step must have `count` jobs, unless None."""
         check_name("name, with ' ended',", f"{name} ended")
-        # The wait has the number of its calls: waits beside each other begin in any order.
+        # The wait gets the number of the step that deferred: concurrent waits begin in any order.
         taken = self.steps.take(name)
         ended = f"{name} ended{taken.removeprefix(name)}"
         with self._step(name, None, taken) as (key, value):
@@ -136,7 +137,8 @@ class DurableCalls(StepCalls):
             )
         self._await_jobs(ended, ids)
         while (rows := self._ended(ids)) is None:
-            # An operator has retried one. The name must be of no other use: it may be skipped.
+            # An operator has retried one. Not every run comes here, so no other step may have this
+            # name: its number would depend on that.
             self._await_jobs(f"job {ids[0]} ended again", ids)
         results = []
         for id, _, state, stored, error in rows:
@@ -161,9 +163,9 @@ class DurableCalls(StepCalls):
                     raise JobSuspended
 
     def _ended(self, ids: list[int]) -> list[Child] | None:
-        """Return the rows of children, or None unless all have ended; reads only unknown ones.
+        """Return the rows of children, or None unless all have ended. Reads only if it must.
 
-        One call reads the children of all steps: a run of many steps would read them many times.
+        One call reads the children of all steps, so a run of many steps need not read many times.
         """
         rows = self.steps.ended_children(ids)
         if rows is None:
@@ -189,7 +191,7 @@ class DurableCalls(StepCalls):
     # Reporting
 
     def emit(self, stream: str, value: Any) -> int:
-        """Append a value to a stream of the job, which `Job.stream` reads; return its number."""
+        """Append a value to a stream of the job, for `Job.stream`. Return the value's number."""
         check_stored_name("stream", stream)
         text = self.client.codec.dumps(value)
         parameters = {"id": self.id, "claim": self.claim, "stream": stream, "value": text}
@@ -197,7 +199,10 @@ class DurableCalls(StepCalls):
         return int(number)
 
     def progress(self, percent: float | None, message: str | None = None) -> None:
-        """Set the progress that queue.jobs shows. None as the message keeps the last one."""
+        """Set the progress that queue.jobs shows: 0 to 100, or None for none.
+
+        A message of None keeps the last one. Raises TypeError or ValueError for other percentages.
+        """
         rounded = checked_progress(percent, message)
         parameters = {"id": self.id, "claim": self.claim, "percent": rounded, "message": message}
         self.client.call(sql.SET_PROGRESS, parameters)

@@ -45,7 +45,7 @@ def error_details(error: BaseException) -> dict[str, object]:
 
 
 def kind_and_message(error: BaseException) -> tuple[str, str]:
-    """Return the name of an error's type, and its text, even if making the text raises."""
+    """Return the name of an error's type, and its text, even if `str(error)` raises."""
     try:
         message = str.__str__(str(error))
     except BaseException as broken:
@@ -79,7 +79,8 @@ _ESCAPE_OR_ABOVE_ASCII = re.compile(
 def storable_in(text: str, encoding: str) -> str:
     """Return JSON with Python escapes for characters that a database's encoding lacks.
 
-    `encoding` is PostgreSQL's name of it; if Python does not know it, only ASCII is kept.
+    `encoding` is PostgreSQL's name for the encoding. If Python does not know that, all characters
+    beyond ASCII are escaped.
     """
     codec = "utf-8" if encoding == "SQL_ASCII" else py_codecs.get(encoding.encode(), "ascii")
 

@@ -28,8 +28,9 @@ __all__ = [
 class Decision:
     """A decision about a failed attempt. Where a field is None, the retry policy decides.
 
-    `retryable`: False fails the job at once, True retries it whatever the policy's limit is.
-    `queue`, `priority` and `lock` change it for the retry. `reason` is stored with a failed job.
+    `retryable`: False fails the job at once, True retries it even beyond the policy's limit.
+    `queue`, `priority` and `lock` change the job for the retry. `reason` is stored with a failed
+    job.
     """
 
     retryable: bool | None = None
@@ -67,15 +68,16 @@ Decide = Callable[[BaseException, JobContext], Decision | None]
 class HandlingOptions(TypedDict, total=False):
     """The options of App.task that only the worker's process uses.
 
-    `give_up_on`: errors that fail the job at once. `retry_on`: the only errors that are retried.
-    An ExceptionGroup, as a TaskGroup raises it, fails the job if one error in it would. `retry`
-    sets how often and when. `decide` is called for all other errors.
+    `give_up_on`: errors that fail the job at once. `retry_on`: the only errors that are retried;
+    the task's `retry` says how often and when. An ExceptionGroup, as a TaskGroup raises it, fails
+    the job if one error in it would. `decide` is called with each error that these two do not rule
+    out, and with the job; it returns a `Decision`, or None to let the retry policy decide.
 
     `run_in="process"` is for functions that use much CPU or memory, or may crash: a child process
-    of the worker runs them, and is killed if they don't end in time. `max_memory` limits the bytes
-    that the process may use meanwhile; a job that exceeds it fails with the reason `memory`.
+    of the worker runs them, and is killed if they don't end in time. `max_memory` limits the memory
+    of that process, in bytes; a job that exceeds it fails with the reason `memory`.
 
-    `middleware` surrounds the handler, within the App's.
+    `middleware` surrounds the handler, inside the App's middleware.
     """
 
     retry_on: Classes
@@ -141,21 +143,21 @@ def _as_tuple(classes: Classes) -> tuple[type[BaseException], ...]:
 def _split_error(
     error: BaseException, classes: tuple[type[BaseException], ...]
 ) -> tuple[BaseException | None, BaseException | None]:
-    """Return what of an error, or of its group, is of these classes, and the rest."""
+    """Return the part of an error or its group that is of these classes, and the rest, or None."""
     if isinstance(error, BaseExceptionGroup):
         return error.split(classes)
     return (error, None) if isinstance(error, classes) else (None, error)
 
 
-#: Says nothing of errors: a job's retry policy decides.
+#: Leaves every error to the job's retry policy.
 RETRY_POLICY_ONLY = FailurePolicy()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Execution:
-    """Where a task runs. `transactional`: True, or the maker of SQLAlchemy's sessions.
+    """How a task's handler is run. `transactional`: True, or a maker of SQLAlchemy sessions.
 
-    `batch`: how many jobs its handler takes at once, as a list; `batch_of` makes their arguments.
+    `batch`: how many jobs the handler takes at once, in a list; `batch_of` makes their `args`.
     """
 
     run_in: Literal["thread", "process"] = "thread"
@@ -167,11 +169,11 @@ class Execution:
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[Execution, dict[str, Any]]:
-        """Return this, and the other options."""
+        """Return the execution, and the other options."""
         return _split(cls, options)
 
     def check(self, *, is_async: bool, qualname: str) -> None:
-        """Raise ValueError for options that the function can't have."""
+        """Raise TypeError or ValueError for options that don't fit each other or the function."""
         if not isinstance(self.transactional, bool) and not callable(self.transactional):
             raise TypeError(
                 f"transactional must be True or a sessionmaker, not {self.transactional!r}"

@@ -1,4 +1,4 @@
-"""The events of workers to which an application listens: `@app.on("exhausted")`.
+"""The events of workers that call functions of the application: `@app.on("exhausted")`.
 
 Tests: integration/test_announcer.py.
 """
@@ -23,7 +23,8 @@ class JobEvent:
     """How an unsuccessful claim ended, as the database has recorded it.
 
     `outcome` is the attempt's (`failed`, `timed_out`, `crashed`), `state` the job's state
-    afterwards. If the handler ran in another process, `exception` is None; `error` is its text.
+    afterwards, `error` the error's text, and `duration` how long the handler ran, in seconds. If it
+    ran in another process, `exception` is None.
     """
 
     job: JobContext
@@ -35,13 +36,13 @@ class JobEvent:
 
 
 def check_event(event: str) -> None:
-    """Raise ValueError for what is no event, such as the function of an `@app.on` without one."""
+    """Raise ValueError for anything but an event, such as the function below a bare `@app.on`."""
     if event not in EVENTS:
         raise ValueError(f"there is no event {event!r}: events are {', '.join(EVENTS)}")
 
 
 def check_hook(event: str, hook: Callable[[Any], Any]) -> None:
-    """Raise TypeError for a hook that can't be called."""
+    """Raise TypeError for a hook that can't be called with one argument."""
     if not callable(hook):
         raise TypeError(f"a hook must be a function, not {hook!r}")
     given = "the Worker" if event.startswith("worker") else "a JobEvent"

@@ -1,4 +1,4 @@
-"""Rows of answers about queues, tasks, locks, workers, schedules and jobs.
+"""The rows that calls such as `App.list_queues` return. docs/reference.md explains their columns.
 
 Tests: integration/test_managing_lists.py.
 """
@@ -37,7 +37,7 @@ _JSON = re.compile(r"Mapping\b|Any\b")
 
 @dataclasses.dataclass(frozen=True)
 class JobInfo:
-    """A job that was found. `app.job(info)` is the Job."""
+    """A job in the answer of `list_jobs`. `app.job(info)` is the Job."""
 
     id: int
     queue: str
@@ -176,7 +176,7 @@ class GroupInfo:
 
 @dataclasses.dataclass(frozen=True)
 class WorkerInfo:
-    """A worker, as in queue.workers."""
+    """A worker, as in queue.workers; `memory` is in bytes."""
 
     id: int
     name: str

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Interruptible(Generic[T]):
-    """One call, in whose thread an exception can be raised while it lasts, and never afterwards."""
+    """One call of a function. While it lasts, an exception can be raised in its thread."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
@@ -29,7 +29,7 @@ class Interruptible(Generic[T]):
         self._is_interrupted = False
 
     def interrupt(self, kind: type[BaseException]) -> None:
-        """Raise an exception in the call's thread, as soon as that runs Python code.
+        """Raise an exception in the call's thread as soon as that runs Python code.
 
         Call it from another thread.
         """
@@ -50,20 +50,20 @@ class Interruptible(Generic[T]):
                     raise self._raised
             return self._function()
         finally:
-            # The exception may be raised in here too, but only once: the next comes much later.
+            # The exception may be raised here, too, but only once: the next one comes much later.
             try:
-                sys.settrace(tracing)  # the function's own is not for what follows, and may raise
+                sys.settrace(tracing)  # one that the function set is not for what follows
                 self._end()
             finally:
                 self._end()
 
     def _end(self) -> None:
-        """Prevent exceptions from now on: one that has not been raised yet is dropped."""
+        """Prevent exceptions from now on; drop one that has not been raised yet."""
         with self._lock:
             self._thread, self._is_over = None, True
         if self._is_interrupted:
-            # Put another one in its place and catch that. To take it away only would leave Python
-            # looking for one: slowly, and in 3.11 for ever if a debugger traces the thread.
+            # Replace it by another one, and catch that. If it were only cleared, Python would go on
+            # looking for one: slowly, and in 3.11 forever if a debugger traces the thread.
             with contextlib.suppress(_Nothing):
                 _raise_in(threading.get_ident(), _Nothing)
                 while True:
@@ -71,7 +71,7 @@ class Interruptible(Generic[T]):
 
 
 class _Nothing(BaseException):
-    """Raised and caught, so that nothing is left to be raised."""
+    """Raised and caught in place of an exception that is no longer wanted."""
 
 
 def _raise_in(thread: int, kind: type[BaseException]) -> None:

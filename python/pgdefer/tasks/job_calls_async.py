@@ -52,9 +52,9 @@ class AsyncJobCalls(Generic[R_co]):
         return value_of(await self.client.call_async(sql.WHY, {"id": self.id}, connection))
 
     async def info_async(self, *, connection: AnyAsyncConnection = OWN) -> JobDetails:
-        """Return its columns of queue.jobs, with its args and result.
+        """Return its columns of queue.jobs, with its args and result decoded.
 
-        Both are decoded. The args are as they are stored, without the task's defaults. Raises
+        The args are those that are stored: they lack the defaults of the task's parameters. Raises
         DecodeError if a value can't be decoded.
         """
         rows = await self.client.call_async(sql.JOB_DETAILS, {"id": self.id}, connection)
@@ -67,7 +67,7 @@ class AsyncJobCalls(Generic[R_co]):
     async def stream_async(self, stream: str, *, after: int = 0) -> AsyncIterator[Any]:
         """Yield the values that the job emits to a stream, from the first, until it has finished.
 
-        While the job runs, this polls for more. With `after`, only values with a greater number.
+        Polls for more meanwhile. With `after`, yields only values with greater numbers.
         """
         waits = GrowingDelay(first=0.02, last=1.0)
         while True:
@@ -89,7 +89,7 @@ class AsyncJobCalls(Generic[R_co]):
     async def signal_async(
         self, name: str, payload: Any = None, *, connection: AnyAsyncConnection = OWN
     ) -> None:
-        """Send it a signal, for which its handler waits now or later: each wait takes one."""
+        """Send it a signal, for which its handler waits now or later. Each wait takes one."""
         text = self.client.codec.dumps({} if payload is None else payload)
         parameters = {"id": self.id, "name": name, "payload": text}
         await self.client.call_async(sql.SIGNAL, parameters, connection)
@@ -105,8 +105,7 @@ class AsyncJobCalls(Generic[R_co]):
 
         If it runs, `abort` tells its worker to stop it, and `running` is returned: the job
         becomes cancelled unless it succeeds first. Raises InvalidState if it has finished, or
-        runs and `abort` is not set. With `children`, the same is then done with the jobs that it
-        has deferred and waits for, and with theirs: `cancel_children`.
+        runs and `abort` is not set. With `children`, it then calls `cancel_children`.
         """
         parameters = {"id": self.id, "abort": abort}
         state = value_of(await self.client.call_async(sql.CANCEL, parameters, connection))
@@ -119,7 +118,7 @@ class AsyncJobCalls(Generic[R_co]):
     ) -> list[int]:
         """Cancel the jobs that it has deferred and waits for, and theirs; return their ids.
 
-        Running ones are told to stop with `abort`, and left alone without it.
+        With `abort`, those that run are told to stop; without it they are left alone.
         """
         parameters = {"id": self.id, "abort": abort}
         found: list[int] = []
@@ -143,15 +142,15 @@ class AsyncJobCalls(Generic[R_co]):
     ) -> str:
         """Run it again if it has finished, or now if it waits for a retry; return its new state.
 
-        With `at` or `delay` it runs later. `priority`, `queue` and `lock` change it first; in the
-        new lock, which is no template, it has the place of its id, and `lock=""` means none. Its
-        counters are reset. With `force`, a running job loses its claim, and an `expires_at` that
-        has passed is ignored.
+        With `at` or `delay` it runs later. `priority`, `queue` and `lock` change the job first.
+        `lock` is not a template; `lock=""` removes the lock; among the jobs of a new lock, the job
+        is placed by its id. Its counters are reset. With `force`, a running job loses its claim,
+        and an `expires_at` that has passed is ignored. A durable job keeps its finished steps; with
+        `from_step`, only those that it finished before that one.
 
-        Raises InvalidState without `force` if it runs or has expired, and if there is nothing to
-        retry; AlreadyQueued if it has never started, and another job holds its queueing_lock. A
-        durable job keeps its finished steps; with `from_step`, only those that were finished before
-        that one. Raises StepChanged if it has not finished that step.
+        Raises InvalidState if there is nothing to retry, or, without `force`, if it runs or has
+        expired; AlreadyQueued if it has never started and another job holds its queueing_lock;
+        StepChanged if it has not finished the step `from_step`.
         """
         if at is not None and delay is not None:
             raise InvalidParameter("at and delay exclude each other", hint="Give one of the two.")
@@ -168,7 +167,10 @@ class AsyncJobCalls(Generic[R_co]):
         return outcome_of(await self.client.call_async(sql.RETRY, parameters, connection))
 
     async def fork_async(self, from_step: str, *, connection: AnyAsyncConnection = OWN) -> int:
-        """Defer a copy that continues from a finished step, with those before it; return its id."""
+        """Defer a copy that runs again from a finished step on; return its id.
+
+        The copy keeps the steps that were finished before that one.
+        """
         parameters = {"id": self.id, "from_step": from_step}
         ((id_,),) = await self.client.call_async(sql.FORK, parameters, connection)
         return int(id_)
@@ -176,26 +178,26 @@ class AsyncJobCalls(Generic[R_co]):
     async def copy_async(
         self, queue: str | None = None, *, connection: AnyAsyncConnection = OWN
     ) -> int:
-        """Defer a new job with the same task, args and options, in a queue (None: the same).
+        """Defer a new job with the same task, args and options; return its id.
 
-        Returns its id. It gets no queueing lock, idempotency key or group.
+        `queue` None means the same queue. The copy gets no queueing lock, idempotency key or group.
         """
         parameters = {"id": self.id, "queue": queue}
         ((id_,),) = await self.client.call_async(sql.COPY, parameters, connection)
         return int(id_)
 
     async def done_async(self, *, connection: AnyAsyncConnection = OWN) -> str:
-        """End it as succeeded without running it.
+        """End it as succeeded without running it; return its new state.
 
-        A running job's claim is lost. A failed or cancelled one counts as succeeded from then on.
+        A running job loses its claim. A failed or cancelled one counts as succeeded from then on.
         Raises InvalidState if it has succeeded.
         """
         return outcome_of(await self.client.call_async(sql.DONE, {"ids": [self.id]}, connection))
 
     async def fail_async(self, message: str, *, connection: AnyAsyncConnection = OWN) -> str:
-        """End it as failed, for good; a running one loses its claim.
+        """End it as failed, for good; return its new state. A running job loses its claim.
 
-        Raises InvalidState if it is finished.
+        Raises InvalidState if it has finished.
         """
         parameters = {"ids": [self.id], "message": message}
         return outcome_of(await self.client.call_async(sql.FAIL_JOBS, parameters, connection))
@@ -203,7 +205,7 @@ class AsyncJobCalls(Generic[R_co]):
     async def reschedule_async(
         self, at: dt.datetime | None = None, *, connection: AnyAsyncConnection = OWN
     ) -> str:
-        """Change its time (None: now); return its new state.
+        """Change the time from which it may run (None: now); return its new state.
 
         Raises InvalidState if it runs or has finished, ValueError for a time without a zone.
         """
@@ -211,14 +213,14 @@ class AsyncJobCalls(Generic[R_co]):
         return value_of(await self.client.call_async(sql.RESCHEDULE, parameters, connection))
 
     async def hold_async(self, *, connection: AnyAsyncConnection = OWN) -> str:
-        """Put it on hold until `unhold`, and return `held`; it keeps its place at its lock.
+        """Put it on hold until `unhold`, and return `held`. It keeps its place at its lock.
 
         Raises InvalidState if it runs or has finished.
         """
         return value_of(await self.client.call_async(sql.HOLD, {"id": self.id}, connection))
 
     async def unhold_async(self, *, connection: AnyAsyncConnection = OWN) -> str:
-        """Release it, and return its new state. Raises InvalidState if it is not held."""
+        """End its hold, and return its new state. Raises InvalidState if it is not held."""
         return value_of(await self.client.call_async(sql.UNHOLD, {"id": self.id}, connection))
 
     async def set_priority_async(
@@ -226,7 +228,7 @@ class AsyncJobCalls(Generic[R_co]):
     ) -> str:
         """Change its priority; if it runs or has finished, that of its next run. Returns its state.
 
-        Raises TypeError if it is not an int, ValueError if it exceeds 32 bits.
+        Raises TypeError if `priority` is not an int, ValueError if it exceeds 32 bits.
         """
         parameters = {"ids": [self.id], "priority": checked_option("priority", priority)}
         return outcome_of(await self.client.call_async(sql.SET_PRIORITY, parameters, connection))
@@ -246,8 +248,8 @@ class AsyncJobCalls(Generic[R_co]):
     ) -> str:
         """Replace all its arguments; return its state.
 
-        They are not checked against the task. A failed or cancelled job uses them for its retry;
-        its lock and keys stay. Raises InvalidState if it runs or has succeeded.
+        They are not checked against the task. A failed or cancelled job uses them for its retry.
+        Its lock and keys stay. Raises InvalidState if it runs or has succeeded.
         """
         text = self.client.codec.dumps_args(checked_mapping("args", args))
         parameters = {"id": self.id, "args": text}
@@ -258,8 +260,9 @@ class AsyncJobCalls(Generic[R_co]):
     ) -> None:
         """Remove it and every trace of it.
 
-        Raises InvalidState without `force` if it runs or unfinished jobs need it. With `force`
-        its claim is lost, and those jobs count it as failed unless it had succeeded.
+        Raises InvalidState without `force` if it runs, or if unfinished jobs need it. With `force`
+        a running job loses its claim, and the jobs that need it count it as failed unless it had
+        succeeded.
         """
         parameters = {"ids": [self.id], "force": force}
         outcome_of(await self.client.call_async(sql.DELETE, parameters, connection))

@@ -1,4 +1,4 @@
-"""Middleware around handlers and calls that defer: checked when it is passed, entered when used."""
+"""Middleware around handlers and calls that defer: checks it, and enters it around a handler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ __all__ = ["AsyncEntered", "Entered", "check_middleware", "check_task_middleware
 
 
 def check_middleware(name: str, given: Any, of: str = "a JobContext") -> list[Any]:
-    """Return middleware. Raises TypeError if it does not return a context manager."""
+    """Return the middleware as a list. Raises TypeError for one that can't be used.
+
+    `of` names the argument with which it is called.
+    """
     found = as_list(name, given)
     for surround in found:
         if not callable(surround):
@@ -45,7 +48,7 @@ def _check_parameters(name: str, surround: Callable[..., Any], of: str) -> None:
 
 
 def _is_asynchronous_only(surround: Any) -> bool:
-    """Whether a middleware can't surround a function; for some this is only known at the call."""
+    """Whether it is certain, without a call, that a middleware can surround only coroutines."""
     if isinstance(surround, type):
         return hasattr(surround, "__aenter__") and not hasattr(surround, "__enter__")
     return inspect.isasyncgenfunction(inspect.unwrap(surround))
@@ -64,7 +67,7 @@ def check_task_middleware(task: str, middleware: Sequence[Middleware], *, is_asy
 class Entered:
     """Middleware around a function, the first one outermost, as nested `with` statements.
 
-    A class in place of contextlib's ExitStack, because this is for each job.
+    Not contextlib's ExitStack: this runs for each job, and costs less.
     """
 
     __slots__ = ("_entered", "_job", "_middleware")

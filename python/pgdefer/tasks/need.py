@@ -15,8 +15,8 @@ __all__ = ["Need"]
 class Need:
     """A job that another job needs: its state, its result if it has one, its last error.
 
-    A job in a queue that this role may not use has only its id. A job that was deleted by force has
-    the state `deleted`.
+    All but the id is None if this role may not use the job's queue. A job that was deleted by force
+    has the state `deleted`.
     """
 
     id: int

@@ -1,4 +1,4 @@
-"""A group of jobs under a name, open until it is closed.
+"""A group with a name, which jobs join until it is closed.
 
 Tests: integration/test_groups.py.
 """
@@ -18,8 +18,8 @@ __all__ = ["OpenGroup"]
 class OpenGroup:
     """A group that jobs join by `group=name`: `App.open_group` returns it.
 
-    As a context manager it is closed at the end of the block, but not after an exception: it stays
-    open, so that another run of the program can add what is missing.
+    As a context manager, it closes the group at the end of the block. After an exception the group
+    stays open, so that another run of the program can add what is missing.
     """
 
     def __init__(
@@ -28,19 +28,19 @@ class OpenGroup:
         self._client = client
         self._connection = connection
         self.name = name
-        #: Whether it was opened by this call; False if it was open before.
+        #: Whether `App.open_group` has created it; False if it was open before.
         self.is_new = is_new
 
     def __repr__(self) -> str:
         return f"OpenGroup({self.name!r})"
 
     def close(self, *, connection: AnyConnection = OWN) -> bool:
-        """Close the group; False if it was closed before."""
+        """Close the group; return False if it was closed before."""
         rows = self._client.call(sql.CLOSE_GROUP, {"name": self.name}, connection)
         return bool(rows[0][0])
 
     async def close_async(self, *, connection: AnyAsyncConnection = OWN) -> bool:
-        """Close the group; False if it was closed before."""
+        """Close the group; return False if it was closed before."""
         rows = await self._client.call_async(sql.CLOSE_GROUP, {"name": self.name}, connection)
         return bool(rows[0][0])
 

@@ -1,4 +1,4 @@
-"""Checks the options of tasks, schedules and jobs where the code states them.
+"""Checks the options of tasks, schedules and jobs, so that errors come where the code gives them.
 
 Tests: unit/test_misuse.py, integration/test_wrong_usages.py.
 """
@@ -36,7 +36,7 @@ _OF_OTHERS = {
     "time_limit": "timeout",
 }
 
-# What to do in place of other options of theirs.
+# What to do in place of other options that they have.
 _IN_PLACE_OF = {
     "bind": "use pgdefer.current_job() in the handler",
     "pass_context": "use pgdefer.current_job() in the handler",
@@ -61,7 +61,7 @@ def check_options(
 ) -> None:
     """Raise TypeError or ValueError for options that these TypedDicts lack, or that are invalid.
 
-    `besides` are the other arguments of the call, which may be meant by a misspelt option.
+    `besides` are the other arguments of the call: a misspelt option may be one of them.
     """
     hints: dict[str, Any] = {}
     for kind in kinds:
@@ -103,7 +103,7 @@ def _check_value(what: str, name: str, value: Any, hint: Any) -> None:
 
 
 def _check_encodable(what: str, name: str, value: str) -> None:
-    """Refuse what can't be sent to a database, such as a file name that was no UTF-8."""
+    """Refuse text that can't be sent to a database, such as a file name that is not UTF-8."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -113,7 +113,7 @@ def _check_encodable(what: str, name: str, value: str) -> None:
 
 
 def _check_retain(what: str, value: Any) -> None:
-    """Refuse what is neither an interval nor one for each outcome."""
+    """Refuse anything but an interval, or intervals by outcome."""
     if not isinstance(value, Mapping):
         if value is not None and not isinstance(value, dt.timedelta):
             raise TypeError(f"{what}: retain must be a timedelta, not {value!r}")
@@ -125,7 +125,7 @@ def _check_retain(what: str, value: Any) -> None:
 
 
 def _check_retry(what: str, value: int) -> None:
-    """Refuse values that have another meaning in other queues."""
+    """Refuse values that mean something else in other job queues."""
     if isinstance(value, bool):
         meant = "Retry(None) is for ever, retry=5 is 5 attempts" if value else "None is none"
         raise TypeError(f"{what}: retry={value} does not say how often: {meant}")

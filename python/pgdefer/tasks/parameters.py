@@ -18,7 +18,7 @@ from pgdefer.options import DeferOptions
 
 __all__ = ["SCHEDULED_FOR", "Parameters"]
 
-# The key that the args of a recurring run have in addition to its schedule's: its time, as text.
+# The key that a recurring run adds to its schedule's args: the time of the run, as text.
 SCHEDULED_FOR = "scheduled_for"
 # The options that `configure` takes, and `defer` does not.
 OPTIONS = frozenset({*DeferOptions.__annotations__, "connection"})
@@ -41,7 +41,10 @@ class Parameters:
     def of(
         cls, function: Callable[..., Any], *, has_connection: bool = False, version: int = 1
     ) -> Parameters:
-        """Read them. With `has_connection`, the first one is not an argument of the job."""
+        """Return the parameters of a function. Raises TypeError if it can't be a handler.
+
+        With `has_connection`, the first parameter is not an argument of the job.
+        """
         signature = inspect.signature(function)
         if _is_method(function, signature):
             raise TypeError("it is a method, and a worker has no object for it: make it a function")
@@ -126,7 +129,7 @@ class Parameters:
         return bound
 
     def unbind(self, args: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return how to call the function with arguments that `bind`, or SQL, made.
+        """Return the positional and keyword arguments of the call for a job's args.
 
         Raises DecodeError if they do not fit the signature.
         """
@@ -167,7 +170,7 @@ class Parameters:
 
 
 def _is_method(function: Callable[..., Any], signature: inspect.Signature) -> bool:
-    """Return whether the function is of a class body, and takes the object."""
+    """Whether the function was defined in a class body, and takes `self`."""
     _, _, name = getattr(function, "__qualname__", "").rpartition("<locals>.")
     return "." in name and next(iter(signature.parameters), None) == "self"
 

@@ -1,4 +1,4 @@
-"""Jobs that are not deferred yet, and the options that they get where this happens.
+"""Prepares jobs to defer, with the options that depend on where they are deferred.
 
 Tests: integration/test_defer.py, unit/test_task.py.
 """
@@ -86,7 +86,7 @@ def _naming(calls: Sequence[PreparedJob[Any]]) -> Naming:
 
 
 def in_context(task: str, options: JobOptions, client: Client, *, is_child: bool) -> JobOptions:
-    """Return a job's options, with those that come from where it is deferred.
+    """Return a job's options, with those that depend on where it is deferred.
 
     These are the app's headers and, if `is_child`, the running job of this app as its parent.
     """

@@ -30,7 +30,7 @@ class PreparedJob(Generic[R_co]):
 
 
 def check_prepared(calls: Iterable[PreparedJob[Any]]) -> list[PreparedJob[Any]]:
-    """Return calls. Raises TypeError for other objects, such as jobs that were already deferred."""
+    """Return the calls as a list. Raises TypeError for anything else, such as deferred jobs."""
     found = as_list("calls", calls)
     for call in found:
         if not isinstance(call, PreparedJob):

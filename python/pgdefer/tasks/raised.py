@@ -1,4 +1,4 @@
-"""What ends a handler's run, besides its errors.
+"""What ends a handler's run, other than its own errors.
 
 Tests: integration/test_failures.py, integration/test_worker_timeouts.py.
 """
@@ -27,10 +27,11 @@ class JobSuspended(BaseException):
 
 
 def suspension(error: BaseException | None, steps: Steps) -> JobSuspended | None:
-    """Return the JobSuspended that an error is, or that an ExceptionGroup of a TaskGroup holds.
+    """Return the JobSuspended that an error is, or that a TaskGroup's group contains; else None.
 
-    Once a call has ended the claim, the calls beside it may raise ClaimLost. The one that a failed
-    step has caused comes first.
+    It is None if the group contains other errors, too. ClaimLost does not count as one once a call
+    has ended the claim: concurrent calls may then raise it. Of several JobSuspended, the one that a
+    failed step has caused is returned.
     """
     if error is None:  # as in most calls
         return None
@@ -54,8 +55,8 @@ def _members(error: BaseException) -> Iterator[BaseException]:
 class JobTimeout(BaseException):
     """Raised in the thread of a handler that is not a coroutine when the job's timeout has passed.
 
-    Like KeyboardInterrupt it is raised anywhere, but only once a call that runs no Python code has
-    returned. The attempt is then `timed_out`, however it ends.
+    Like KeyboardInterrupt, it may be raised anywhere in Python code; it waits for a call of other
+    code, such as C, to return. The attempt is then `timed_out`, however the handler ends.
     """
 
 
@@ -64,10 +65,10 @@ class JobAborted(PgDeferError):  # noqa: N818
 
 
 class RetryLater(PgDeferError):  # noqa: N818
-    """Raised or returned by a handler: the job is to be called again; this is not a failure.
+    """Raised or returned by a handler to have the job run again later. This is not a failure.
 
-    The next call comes after `at`, and after `needs`, which are added to the job's needs. With
-    `needs=None` it comes as soon as `at` allows, whatever the states of its needs.
+    The next run comes after `at`, and once `needs` allow it, which are added to the job's needs.
+    With `needs=None` it comes as soon as `at` allows, whatever the states of its needs.
     """
 
     def __init__(
