@@ -39,7 +39,7 @@ class DjangoTask(Protocol):
 
     @property
     def module_path(self) -> str:
-        """The name of its module, and its own."""
+        """The name of its module, a dot, and its own name."""
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -48,9 +48,9 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def _identity(function: Callable[..., Any]) -> list[str]:
-    """Return what a function has in common with itself in a module that is loaded again.
+    """Return what stays the same of a function when its module is loaded again.
 
-    That is its name, and those of the functions that it has from where it was defined.
+    These are its name, and the names of the functions that it closes over.
     """
     found: list[Any] = []
     for cell in getattr(function, "__closure__", None) or ():
@@ -74,8 +74,8 @@ def module_name(module: str) -> str:
 class Registry:
     """Tasks and schedules, and the client through which they are registered."""
 
-    #: How a worker knows a task.
-    import_hint: str = "Import the module that defines it: App(imports=[...])."
+    #: What to do so that a worker knows a task.
+    import_hint: ClassVar[str] = "Import the module that defines it: App(imports=[...])."
 
     def __init__(self, client: Client, name: str, imports: Iterable[str]) -> None:
         self._client = client
@@ -83,7 +83,7 @@ class Registry:
         self.imports = tuple(as_list("imports", imports))
         check_texts("imports", self.imports, "shop.tasks")
         self.tasks: dict[str, Task[..., Any]] = {}
-        #: Whether one of them takes batches.
+        #: Whether one of the tasks takes batches.
         self.has_batches = False
         self.schedules: dict[str, Schedule] = {}
         #: Returns the content type and the body of a worker's answer at /metrics.
@@ -91,9 +91,9 @@ class Registry:
         #: While a worker of many databases runs: returns the app for each database that it serves
         #: now, by the name that logs use.
         self.databases: Callable[[], Mapping[str, Self]] | None = None
-        #: Called in the worker's loop once the database has recorded the end of a run: with the
-        #: job, the outcome as queue.attempts calls it, or `succeeded`, and how many seconds the
-        #: handler took. They must return at once.
+        #: Functions that a worker calls in its loop once the database has recorded the end of a
+        #: run: with the job, the outcome as queue.attempts calls it, or `succeeded`, and how many
+        #: seconds the handler took. They must return at once.
         self.meters: list[Callable[[JobContext, str, float], object]] = []
         #: The hooks of each event.
         self.hooks: dict[str, list[Callable[[Any], Any]]] = {}
@@ -165,7 +165,7 @@ class Registry:
             else:
                 log.warning(
                     "the schedule %r goes on though the code no longer has it: "
-                    "--prune-schedules or queue.unschedule removes it",
+                    "to remove it, use --prune-schedules or queue.unschedule",
                     name,
                 )
         return lost
@@ -185,7 +185,7 @@ class Registry:
 
 
 def task_of(registry: Registry, given: object) -> Task[..., Any] | None:
-    """Return a task, also for a task of Django; None for anything else.
+    """Return the task that `given` is, or that stands for a task of Django; else None.
 
     Raises TypeError for a task of Django that belongs to another backend.
     """

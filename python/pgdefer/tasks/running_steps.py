@@ -1,4 +1,4 @@
-"""Which steps of a run have begun and not ended, so that none goes on beside the job's next run.
+"""Which steps of a run have begun and not ended, so that none overlaps the job's next run.
 
 Tests: integration/test_durable_beside.py.
 """
@@ -17,7 +17,7 @@ __all__ = ["RunningSteps"]
 Owner: TypeAlias = "asyncio.Task[object] | threading.Thread"
 Begun: TypeAlias = tuple[object, contextvars.Token[tuple[object, ...]]]
 
-# The steps that call what runs in this context, with the first one outermost.
+# The steps within which the code of this context runs, the outermost first.
 _around: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar(
     "pgdefer_steps", default=()
 )
@@ -26,8 +26,8 @@ _around: contextvars.ContextVar[tuple[object, ...]] = contextvars.ContextVar(
 class RunningSteps:
     """The steps of a run that have begun and not ended, and the call that ends its claim.
 
-    Coroutines ask the methods named ..._async, functions the others. A function in an event loop
-    stops that loop, so it does not wait for what the loop would run.
+    Coroutines call the methods named ..._async, functions the others. A function blocks the event
+    loop of its thread, so it must not wait for anything that this loop would run.
     """
 
     __slots__ = ("_ending", "_owners", "_resting")
@@ -52,7 +52,7 @@ class RunningSteps:
 
     @contextlib.contextmanager
     def resting(self) -> Iterator[None]:
-        """Do not count the steps around this call as running: they wait for it."""
+        """Do not count the steps around this call as running: they wait for the call."""
         around = _around.get()
         self._resting += around
         try:
@@ -63,7 +63,7 @@ class RunningSteps:
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """Note that the block ends the claim."""
+        """Note that the code in the block is ending the claim."""
         self._ending = _owner()
         try:
             yield
@@ -87,7 +87,7 @@ class RunningSteps:
         return self._ending is None or _is_stopped(self._ending)
 
     def is_over_async(self) -> bool:
-        """Whether no step runs but those that the caller runs itself."""
+        """Whether no step runs, other than the caller's own."""
         return not self._others()
 
     def is_over(self) -> bool:
@@ -95,18 +95,21 @@ class RunningSteps:
         return not [owner for owner in self._others() if not _is_stopped(owner)]
 
     def cancel(self) -> None:
-        """Cancel the coroutines of steps that the caller does not run itself, once."""
+        """Cancel the coroutines of steps, other than the caller's own, once each."""
         for owner in set(self._others()):
             if isinstance(owner, asyncio.Task) and not owner.cancelling():
                 with contextlib.suppress(RuntimeError):  # its loop is closed by now
                     owner.get_loop().call_soon_threadsafe(owner.cancel)
 
     def _running(self) -> list[Owner]:
-        """Return who else runs a step that does not rest."""
+        """Return the other tasks and threads that run steps, without the resting steps."""
         return self._others(*self._resting)
 
     def _others(self, *but: object) -> list[Owner]:
-        """Return who else runs a step, but for some; a step ends with its task or thread."""
+        """Return the other tasks and threads that run steps, without the steps in `but`.
+
+        A step ends with its task or thread.
+        """
         if not self._owners:
             return []
         own = _owner()
@@ -124,14 +127,14 @@ def _owner() -> Owner:
 
 
 def _has_ended(owner: Owner) -> bool:
-    """Whether it is over, or a coroutine of a loop that does not run: that goes on no more."""
+    """Whether a task or thread has ended, or can't continue as its event loop does not run."""
     if isinstance(owner, asyncio.Task):
         return owner.done() or not owner.get_loop().is_running()
     return owner.is_alive() is False
 
 
 def _is_stopped(owner: Owner) -> bool:
-    """Whether it is of the event loop that this function stops, or a thread that may need that."""
+    """Whether an owner may need the event loop that this function blocks: its tasks, any thread."""
     try:
         loop = asyncio.get_running_loop()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Schedules, as the code states them; the database decides when they run.
+"""Schedules that the code defines; the database decides when they run.
 
 Tests: unit/test_recurring.py, integration/test_recurring.py.
 """
@@ -50,5 +50,5 @@ def schedules_json(schedules: Iterable[Schedule], source: str) -> str:
 
 
 def removed_schedules(found: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Return the schedules that the database has, but the code does not."""
+    """Return the names of the schedules that the database has but the code does not, sorted."""
     return sorted(set(found) - set(known))

@@ -42,8 +42,8 @@ __all__ = ["StepCalls"]
 
 log = logger("pgdefer.steps")
 
-# How long a call that ends the claim waits for the steps beside it, which may wait for it in turn,
-# and the end of the handler for those that it has left running, in seconds.
+# How long a call that ends the claim waits for concurrent steps, which may wait for it in turn, and
+# how long the end of the handler waits for steps that it has left running, in seconds.
 PATIENCE = 60.0
 
 P = ParamSpec("P")
@@ -107,21 +107,22 @@ class StepCalls:
         deadline: dt.datetime | dt.timedelta | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Call a function, once in all runs of the job, and return the value that it returned then.
+        """Call a function once in all runs of the job, and store its value; return that value.
 
-        If the run ends before the value is stored, the function is called again: it runs at least
-        once. Put writes to the database that must happen exactly once into `transaction`. With a
-        fingerprint, a step that was finished with another one is refused: StepChanged.
+        Later runs return the stored value without a call. If a run ends before the value is stored,
+        the next one calls the function again: it runs at least once. Put writes to the database
+        that must happen exactly once into `transaction`. With a fingerprint, raises StepChanged if
+        the step was finished with another fingerprint.
 
-        Without a function it is a decorator: each call of the decorated function is a step, which
-        has the function's name unless another is passed. A lazy step is not stored at once, but
-        with the next step that is, or with the run's outcome: it needs no call of its own, but runs
-        again if the worker dies before that.
+        Without a function this returns a decorator. Each call of the decorated function is a step,
+        which has the function's name unless another is passed. A lazy step is not stored at once,
+        but with the next step that is, or with the run's outcome. So it costs no call to the
+        database, but it runs again if the worker dies before that.
 
-        `timeout` limits each call. With `retry`, an error of the function counts for the step and
-        not for the job. It ends the run by JobSuspended, until the policy's last attempt: that
-        raises StepFailed, in this and all later runs. No call begins after `deadline`, a time, or
-        a timedelta from the step's first failure.
+        `timeout` limits each call. With `retry`, an error of the function counts for the step, not
+        for the job. It ends the run by JobSuspended, and a later run tries again. The policy's last
+        attempt raises StepFailed instead, as do all later runs. No call begins after `deadline`: a
+        time, or a timedelta from the step's first failure.
         """
         tries = Tries(fingerprint, retry, timeout, deadline)
         if function is not None:
@@ -211,11 +212,11 @@ class StepCalls:
         retry: RetryPolicy | None = None,
         deadline: dt.datetime | dt.timedelta | None = None,
     ) -> Iterator[PsycopgConnection | None]:
-        """Begin a transaction that finishes the step when it commits: exactly once.
+        """Begin a transaction whose commit finishes the step, so that it takes effect exactly once.
 
         Yields its connection, or None if the step is finished: then there is nothing to do. With
-        `retry`, an error that leaves the block rolls the transaction back and counts for the step,
-        as for `step`; `deadline` is the same too.
+        `retry`, an error that leaves the block rolls the transaction back and counts for the step.
+        `retry` and `deadline` are those of `step`.
         """
         tries = Tries(None, retry, None, deadline)
         failed: StepFailed | None = None
@@ -243,9 +244,10 @@ class StepCalls:
     def _step(
         self, name: str, fingerprint: str | None, taken: str | None = None
     ) -> Iterator[tuple[str | None, Any]]:
-        """Yield the step's name and None, or None and its value if the step is finished.
+        """Yield the step's numbered name and None; if it is finished, None and its value.
 
-        `taken` is what `take` has returned, if the caller has called it.
+        The value is a StepFailed if the step has failed for good. `taken` is what `Steps.take` has
+        returned, if the caller has called it.
         """
         key = self.steps.take(name, fingerprint) if taken is None else taken
         begun = self.steps.running.begin()
@@ -272,7 +274,7 @@ class StepCalls:
             self.steps.running.end(begun)
 
     def _check_claim(self) -> None:
-        """Raise JobSuspended if a call beside this one has ended the claim, or is about to."""
+        """Raise JobSuspended if a concurrent call has ended the claim; wait for one that may."""
         if not self.steps.running.is_decided():
             _until(self.steps.running.is_decided)
         if self.steps.ended_as is not None:
@@ -280,16 +282,16 @@ class StepCalls:
 
     @contextlib.contextmanager
     def _ending(self) -> Iterator[None]:
-        """Let the block end the claim, once the steps beside it have ended.
+        """Let the block end the claim, once all concurrent steps have ended.
 
-        The job's next run may begin then, and a step must not go on beside it. Raises JobSuspended
-        if a call beside this one has ended the claim.
+        The job's next run may begin when the claim ends, and no step of this one may overlap it.
+        Raises JobSuspended if a concurrent call has ended the claim.
         """
         running = self.steps.running
         with running.resting():
-            time.sleep(0)  # what was made together with this call begins
+            time.sleep(0)  # let steps begin that were created together with this call
             if self._is_here() and not _until(running.may_end):
-                said = "%r: its run ends, though steps beside this call go on"
+                said = "%r: its run ends, though concurrent steps still run"
                 log.warning(said, self, extra=self._log_fields())
             self._check_claim()
             with running.ending():
@@ -359,9 +361,9 @@ class StepCalls:
 
 
 def _until(is_true: Callable[[], bool]) -> bool:
-    """Wait until it is true, and return whether it is.
+    """Wait until `is_true`, at most for PATIENCE; return whether it is.
 
-    The steps may be in other threads and event loops, so it is asked again and again.
+    The steps may be in other threads and event loops, so this polls.
     """
     pause, end = 0.001, time.monotonic() + PATIENCE
     while not is_true():

@@ -1,4 +1,4 @@
-"""The known steps of a run: the part that needs no database.
+"""The known steps of a run, and the checks of names and values: the part without the database.
 
 Tests: integration/test_durable.py, integration/test_durable_children_read.py.
 """
@@ -82,9 +82,9 @@ class Steps:
     """The finished steps that came with a claim, and how often the run has used each name.
 
     The second use of a name is `name#2`. This is the database's rule (queue.begin_step); the client
-    applies it too, because it does not ask about steps that it knows. A use skips the numbers that
-    the handler has passed itself. Lazy steps are kept here until the next call that stores steps,
-    or the run's outcome.
+    applies it too, because it does not ask about steps that it knows. Numbers that the handler
+    itself has given in a name are skipped. Lazy steps are kept here until the next call that stores
+    steps, or the run's outcome.
     """
 
     __slots__ = (
@@ -104,8 +104,8 @@ class Steps:
         self._uses: dict[str, int] = {}
         self._taken: set[str] = set()  # the steps of this run
         self._children: dict[int, Child] = {}  # as last read; those that had ended do not change
-        #: Once a step, sleep or wait has ended the claim: what queue.attempts calls that, and the
-        #: job's state afterwards.
+        #: Once a step, sleep or wait has ended the claim: the outcome, as queue.attempts calls it,
+        #: and the job's state afterwards.
         self.ended_as: tuple[str, str] | None = None
         self.running = RunningSteps()
         #: The lazy steps that are not stored yet, in JSON.
@@ -113,16 +113,16 @@ class Steps:
 
     @property
     def finished(self) -> dict[str, Any] | None:
-        """The stored values by name; None if they did not fit into fetch's answer."""
+        """The stored values by name; None if they did not fit into the answer of queue.fetch."""
         if self._finished is None and self._stored is not None:
             self._finished = unwrap(self._stored) or None
             self._stored = None
         return self._finished
 
     def suspended(self, outcome: str, state: str) -> None:
-        """Record that a sleep or wait has ended the claim: with this outcome, by queue.attempts.
+        """Record that a sleep or wait has ended the claim, with this outcome in queue.attempts.
 
-        `state` is the job's, unless it was told to abort.
+        `state` is the job's state now, unless the outcome is `aborted`.
         """
         self.ended_as = (outcome, "cancelled" if outcome == "aborted" else state)
 
@@ -133,7 +133,7 @@ class Steps:
     def take(self, name: str, fingerprint: str | None = None) -> str:
         """Return the name of a step that begins, with its number.
 
-        Raises TypeError and InvalidParameter for a name and a fingerprint that can't be stored.
+        Raises TypeError or InvalidParameter for a name or fingerprint that can't be stored.
         """
         check_name("name", name)
         if fingerprint is not None:
@@ -201,7 +201,7 @@ class Steps:
 
     @contextlib.asynccontextmanager
     async def storing_async(self) -> AsyncIterator[TakeSteps]:
-        """Do as `storing` does."""
+        """As `storing`."""
         with self.storing() as take:
             yield take
 
@@ -224,7 +224,7 @@ def check_name(what: str, name: object) -> None:
 def check_stored_name(what: str, text: object) -> None:
     """Raise TypeError or InvalidParameter for a text that the database would refuse as a name.
 
-    Lazy steps need that: the database would refuse them later, and others with them.
+    Lazy steps need this check: the database would refuse them later, together with other steps.
     """
     if not isinstance(text, str):
         raise TypeError(f"{what} must be a text, not {text!r}")
@@ -239,7 +239,7 @@ def check_stored_name(what: str, text: object) -> None:
 
 
 def checked_progress(percent: Any, message: object) -> Any:
-    """Return a percentage as it is stored. Raises TypeError or ValueError for what is none."""
+    """Return the percentage as it is stored, or None. Raises TypeError or ValueError."""
     if message is not None and not isinstance(message, str):
         raise TypeError(f"message must be text, not {message!r}")
     if percent is None:
@@ -253,7 +253,7 @@ def checked_progress(percent: Any, message: object) -> Any:
 
 
 def step_json(key: str, value: str | None, fingerprint: str | None) -> str:
-    """Return a finished step, whose value is given in JSON, as queue.finish_steps takes it."""
+    """Return a finished step as queue.finish_steps takes it; `value` is JSON, or None for null."""
     head = f'{{"name":{json.dumps(key, ensure_ascii=False)}'
     if fingerprint is not None:
         head += f',"fingerprint":{json.dumps(fingerprint, ensure_ascii=False)}'
@@ -261,7 +261,7 @@ def step_json(key: str, value: str | None, fingerprint: str | None) -> str:
 
 
 def name_of_step(step: object) -> str:
-    """Return a step's name: a text, or the name of a decorated function. Raises TypeError."""
+    """Return a step's name: the text itself, or a decorated function's name. Raises TypeError."""
     if isinstance(step, str):
         return step
     name = getattr(step, "__name__", None)
@@ -271,13 +271,13 @@ def name_of_step(step: object) -> str:
 
 
 def check_function(function: object) -> None:
-    """Raise TypeError for what a step can't call."""
+    """Raise TypeError if a step can't call this."""
     if not callable(function):
         raise TypeError(f'a step calls a function, not {function!r}: step("name", function, ...)')
 
 
 def check_is_decorator(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError for arguments of a function that was not passed."""
+    """Raise TypeError if there are arguments for a function, but no function was passed."""
     if args or kwargs:
         raise TypeError('pass the function after the name: step("name", function, ...)')
 
@@ -291,7 +291,7 @@ def failure_of(stored: Any) -> str | None:
 
 # A child that was removed by retention, or by an operator: its state, result and error.
 _GONE = ("deleted", None, "it is gone, and its result with it")
-# The states of a child that has ended; None: its queue is not for this role.
+# The states of a child that has ended; None: this role may not use its queue.
 _ENDED = ("succeeded", "failed", "cancelled", "deleted", None)
 
 
@@ -322,7 +322,10 @@ def results_of(
 
 
 def ids_of(name: str, value: Any, count: int | None) -> list[int]:
-    """Return the ids that a step holds. Raises DecodeError if it does not hold them, or `count`."""
+    """Return the ids that are a step's value. Raises DecodeError if it is no list of `count` ids.
+
+    `count` None means any number.
+    """
     if (
         not isinstance(value, list)
         or not all(type(id) is int for id in value)

@@ -195,7 +195,7 @@ async def test_a_step_that_waits_for_a_wait_beside_it(
     job = await t.defer_async()
     async with running(app):
         assert await job.result_async(60) == "rested"
-    assert "its run ends, though steps beside this call go on" in caplog.text
+    assert "its run ends, though concurrent steps still run" in caplog.text
 
 
 async def test_a_step_that_waits_for_the_failure_of_another(

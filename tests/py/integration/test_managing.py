@@ -146,7 +146,7 @@ async def test_queues(app: App, jobs: Jobs, call: Call) -> None:
     (found,) = await call(app.list_queues)
     assert (found.rate, found.retain) == ("1 per 01:00:00", hour)
     for wrong, error in [
-        ({"retain": object()}, "have numbers, text, timedeltas and None"),
+        ({"retain": object()}, "take numbers, text, timedeltas and None"),
         ({"retain": dt.timedelta.max}, "must be from 0 to 4,000 years"),
         ("retain", "options must be a mapping"),
     ]:
