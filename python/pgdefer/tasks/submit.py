@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 def submit(client: Client, call: PreparedJob[R], connection: CallersConnection) -> Job[R]:
-    """Defer a job."""
+    """Defer a job, and return it."""
     with deferring(client, [call]) as deferral:
         parameters = defer_parameters(call.task, call.args, call.options)
         statement = sql.DEFER
@@ -47,7 +47,10 @@ def submit_many(
     connection: CallersConnection,
     statement: sql.Statement = sql.DEFER_MANY,
 ) -> list[Job[Any]]:
-    """Defer many jobs at once, all or none; with sql.DEFER_CHAIN each needs the one before it."""
+    """Defer many jobs, all or none; return them in order.
+
+    With sql.DEFER_CHAIN, each needs the one before it.
+    """
     if not calls:
         return []
     tasks = [call.task for call in calls]
@@ -66,7 +69,7 @@ def submit_group(
     then: PreparedJob[R],
     connection: CallersConnection,
 ) -> tuple[Job[R], list[Job[Any]]]:
-    """Defer jobs, and one more that needs them all; return that one, and the others."""
+    """Defer jobs, and one more that needs them all; return that one, then the others."""
     tasks = [call.task for call in [*calls, then]]
     with deferring(client, [*calls, then]) as deferral:
         parameters = {"jobs": jobs_json(calls), "then": then.to_json()}

@@ -28,7 +28,7 @@ R = TypeVar("R")
 async def submit_async(
     client: Client, call: PreparedJob[R], connection: CallersConnection
 ) -> Job[R]:
-    """Defer a job."""
+    """Defer a job, and return it."""
     with deferring(client, [call]) as deferral:
         parameters = defer_parameters(call.task, call.args, call.options)
         statement = sql.DEFER
@@ -48,7 +48,10 @@ async def submit_many_async(
     connection: CallersConnection,
     statement: sql.Statement = sql.DEFER_MANY,
 ) -> list[Job[Any]]:
-    """Defer many jobs at once, all or none; with sql.DEFER_CHAIN each needs the one before it."""
+    """Defer many jobs, all or none; return them in order.
+
+    With sql.DEFER_CHAIN, each needs the one before it.
+    """
     if not calls:
         return []
     tasks = [call.task for call in calls]
@@ -67,7 +70,7 @@ async def submit_group_async(
     then: PreparedJob[R],
     connection: CallersConnection,
 ) -> tuple[Job[R], list[Job[Any]]]:
-    """Defer jobs, and one more that needs them all; return that one, and the others."""
+    """Defer jobs, and one more that needs them all; return that one, then the others."""
     tasks = [call.task for call in [*calls, then]]
     with deferring(client, [*calls, then]) as deferral:
         parameters = {"jobs": jobs_json(calls), "then": then.to_json()}

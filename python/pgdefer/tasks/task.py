@@ -45,7 +45,7 @@ class ConfiguredTask(Deferrable[P, R], AsyncDeferrable[P, R]):
 
 
 class _OfOneTask(TypedDict, total=False):
-    """Options that no default gives to all tasks, because they change the handler's parameters."""
+    """Options that can't be defaults for all tasks: they change the handler's parameters."""
 
     transactional: Any
     batch: Any
@@ -75,7 +75,7 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
         what = f"the task {name!r}"
         check_options(what, options, AllTaskOptions, _OfOneTask, besides=("name",))
         self.function = function
-        #: Former names: jobs deferred under these are run too.
+        #: Former names of the task: jobs that were deferred under these run, too.
         self.aliases = tuple(as_list("aliases", options.get("aliases", ())))
         check_texts("aliases", self.aliases, "mail.send_old")
         rest = {option: value for option, value in options.items() if option not in _OWN_OPTIONS}
@@ -112,34 +112,34 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
         self.__name__ = getattr(function, "__name__", name)
         self.__module__ = function.__module__
         self.__wrapped__ = function
-        #: Which one it is of the tasks that its module has under its name, in several Apps.
+        #: Its place among the tasks that its module defines under its name, in several Apps.
         self.place = _add(self, (self.module, name))
 
     def __repr__(self) -> str:
         return f"<task {self.name}>"
 
     def __reduce__(self) -> str:
-        """Have it pickled by its name, as a function is."""
+        """Pickle the task by its name, as a function is pickled."""
         return self.function.__qualname__
 
     def include_in(self, client: Client, namespace: str) -> None:
-        """Join an App: get its middleware around the handler, and a name in a namespace."""
+        """Join an App: put its middleware around the handler, and the namespace before the name."""
         self.client, self.name = client, f"{namespace}{self.name}"
         self.middleware = (*client.middleware, *self.middleware)
         check_task_middleware(self.name, self.middleware, is_async=self.is_async)
 
     def upgrade(self, function: UpgradeT) -> UpgradeT:
-        """Have a function bring the arguments of older jobs up to date: a decorator.
+        """Decorate the function that brings the arguments of older jobs up to date.
 
-        It is called with the arguments by name, and their version; it returns the arguments of the
-        task's present version. It is called in each run of such a job, so it must be quick and
-        without side effects.
+        It is called with the arguments by name and their version, and returns the arguments in the
+        task's latest version. Each run of such a job calls it, so it must be quick and without side
+        effects.
         """
         self.versions.upgrade = function
         return function
 
     def unbind(self, args: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """Return how to call the function with a job's arguments, of whichever version.
+        """Return the positional and keyword arguments of the call, for args of any known version.
 
         Raises DecodeError if they do not fit.
         """
@@ -156,7 +156,8 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
     ) -> ConfiguredTask[P, R]:
         """Return the task with options; with `connection`, jobs are deferred in its transaction.
 
-        Raises TypeError if the connection is None, because the job would have its own transaction.
+        Raises TypeError if the connection is None, so that no job silently gets its own
+        transaction.
         """
         return ConfiguredTask(self.client, self.name, self.parameters, options, connection)
 
@@ -183,9 +184,9 @@ def _add(task: Task[..., Any], key: tuple[str, str]) -> int:
 
 
 def find_task(module: str, name: str, place: int = 0) -> Task[..., Any]:
-    """Return a task that an imported module defines; the last one if they are fewer.
+    """Return the task of this name and place that an imported module defines.
 
-    Raises UnknownTask.
+    If the module defines fewer of this name, return the last one. Raises UnknownTask.
     """
     found = [task for one in _tasks.get((module, name), ()) if (task := one()) is not None]
     if not found:

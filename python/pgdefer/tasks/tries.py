@@ -23,7 +23,7 @@ from pgdefer.tasks.raised import JobAborted, RetryLater
 
 __all__ = ["Tries", "called_within", "called_within_async", "fitted"]
 
-# How often the end of the time is announced again in a thread that goes on, in seconds.
+# How often the timeout is raised again in a thread that goes on, in seconds.
 AGAIN = 10.0
 
 
@@ -61,12 +61,12 @@ class Tries:
             raise TypeError(f"a step: deadline must be a datetime or timedelta, not {deadline!r}")
 
     def count(self, error: Exception) -> bool:
-        """Whether an error of the step counts for the step; else it is one of the handler."""
+        """Whether an error counts for the step's own retries; otherwise it is the handler's."""
         others = (ClaimLost, JobAborted, RetryLater)
         return self._retry is not None and not isinstance(error, others)
 
     def failure(self, error: Exception) -> dict[str, Any]:
-        """Return what queue.fail_step takes of an error."""
+        """Return the parameters of queue.fail_step that describe an error."""
         options: dict[str, Any] = {"retry": self._retry}
         if self.fingerprint is not None:
             options["fingerprint"] = self.fingerprint
@@ -83,7 +83,7 @@ class Tries:
 
 
 def fitted(failure: Mapping[str, Any], encoding: str | None) -> dict[str, Any]:
-    """Return what queue.fail_step takes without characters that a database's encoding lacks."""
+    """Return these parameters of queue.fail_step without characters that an encoding lacks."""
     error = storable_in(json.dumps(failure["error"]), encoding or "ASCII")
     details = storable_in(failure["details"], encoding or "ASCII")
     return {**failure, "error": json.loads(error), "details": details}
@@ -104,7 +104,7 @@ def called_within(
     call = Interruptible(functools.partial(_called, function, args, kwargs))
 
     class Timeout(BaseException):
-        """Raised in the thread at the end: of this call only, as steps may be within others."""
+        """Raised in the thread at the timeout of this call: one step may contain another."""
 
     over = threading.Event()
     seconds = timeout.total_seconds()

@@ -27,7 +27,7 @@ class Versions:
 
     @classmethod
     def of(cls, what: str, options: Mapping[str, Any]) -> Versions:
-        """Read the options `version` and `min_version`. Raises TypeError, ValueError."""
+        """Read the options `version` and `min_version`. Raises TypeError or ValueError."""
         oldest, latest = options.get("min_version", 1), options.get("version", 1)
         for name, value in (("min_version", oldest), ("version", latest)):
             if not isinstance(value, int) or isinstance(value, bool):
@@ -42,9 +42,9 @@ class Versions:
         return cls(oldest, latest)
 
     def understand(self, stored: str) -> bool:
-        """Whether a job with these stored arguments may run here; if not, it is another worker's.
+        """Whether a job with these stored arguments may run here; if not, another worker must.
 
-        Malformed versions may: the job then fails.
+        A job with a malformed version may run: it then fails.
         """
         version = _version_of(stored)
         return version is None or self.oldest <= version <= self.latest
@@ -66,7 +66,10 @@ class Versions:
                 hint=f"Correct it by set_args, and retry the job: the latest is {self.latest}.",
             )
         if version > self.latest:
-            raise DecodeError(f"the arguments have version {version!r}, known is {self.latest}")
+            raise DecodeError(
+                f"the arguments have version {version!r}, and this code knows up to {self.latest}",
+                hint="Retry the job on a worker with newer code.",
+            )
         if version == self.latest or self.upgrade is None:
             return args
         upgraded = self.upgrade(args, version)
