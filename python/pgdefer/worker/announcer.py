@@ -48,7 +48,7 @@ class Announcer:
 
     @property
     def announces_successes(self) -> bool:
-        """Whether anybody wants to know of them."""
+        """Whether a meter or the log needs to hear of successes."""
         return bool(self._meters) or log.isEnabledFor(logging.INFO)
 
     def taken(self, claim: Claim, outcome: str, state: str) -> None:
@@ -125,9 +125,9 @@ class Announcer:
             task.add_done_callback(self._running.discard)
 
     async def call(self, event: str, about: Any, limit: asyncio.Timeout | None = None) -> None:
-        """Call the hooks of an event, one after another, and wait: `HOOK_SECONDS`, or a limit.
+        """Call the hooks of an event one after another, for at most `HOOK_SECONDS`, or a limit.
 
-        Repeated after a cancel, it calls only those that it has not called before.
+        A repeated call, after a cancelled one, calls only the hooks that are left.
         """
         left = self._left.setdefault(event, iter(self._hooks.get(event, ())))
         try:
@@ -135,11 +135,11 @@ class Announcer:
                 for hook in left:
                     await self._call_in_time(event, hook, about)
         except TimeoutError:
-            log.warning("the worker waits no longer for the hook %r of %s", hook, event)
+            log.warning("the worker no longer waits for the hook %r of %s", hook, event)
             self._in_threads.clear()
 
     async def _call_in_time(self, event: str, hook: Callable[[Any], Any], about: Any) -> None:
-        """Call a hook. Cancelled, cancel it; if it swallows that, wait no longer than a moment."""
+        """Call a hook. If this is cancelled, cancel the hook, and wait for it at most for GRACE."""
         calling = asyncio.get_running_loop().create_task(self._call(event, hook, about))
         try:
             await asyncio.wait([calling])
@@ -176,7 +176,7 @@ class Announcer:
     def _in_thread(
         self, hook: Callable[[Any], Any], about: Any
     ) -> asyncio.Future[tuple[Any, BaseException | None]]:
-        """Return what a hook will return or raise."""
+        """Call a hook in a thread. Return a future of its result and its error."""
         loop = asyncio.get_running_loop()
         if self._threads is None:
             self._threads = Threads(loop, MOST)

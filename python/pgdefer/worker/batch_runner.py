@@ -30,8 +30,8 @@ __all__ = ["BatchRunner"]
 class BatchRunner:
     """Runs batches: coroutines in the worker's event loop, functions in threads.
 
-    Made in the worker's own task. Each method takes any claim of a batch. A call is told to end
-    once every job in it is: the jobs that are not could not go on without it.
+    Create it in the worker's own task. Each method takes any claim of a batch. The handler is told
+    to end only once all its jobs are told to: the others could not go on without it.
     """
 
     def __init__(self, threads: Threads, thread_runner: ThreadRunner, keeper: Keeper) -> None:

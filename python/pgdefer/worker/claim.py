@@ -47,7 +47,7 @@ class Claim:
 
     def __init__(self, job: JobContext, slots: Slots | None, asked_at: float) -> None:
         self.job = job
-        #: The slots of which it uses one, alone or with its batch.
+        #: The slots, of which the claim uses one, alone or with its batch.
         self.slots = slots
         #: The batch in which it runs, if its task takes those.
         self.batch: Batch | None = None
@@ -55,10 +55,10 @@ class Claim:
         self.asked_at = asked_at
         #: When it came, if it has to wait for a slot.
         self.came_at = asked_at
-        #: When its handler was started, by that clock, and how long that ran.
+        #: When its handler was started, by that clock, and how many seconds it ran.
         self.started_at = asked_at
         self.duration = 0.0
-        #: Whether it was given back, and whether an outcome of it was refused once.
+        #: Whether it was given back, and whether the database has refused an outcome of it.
         self.is_released = False
         self.is_refused = False
         #: Whether it no longer uses a slot: it has ended, or belongs to another worker.
@@ -95,7 +95,7 @@ class Batch:
     def __init__(self, size: int) -> None:
         self.size = size
         self.claims: list[Claim] = []
-        #: Whether one of them has, so that the slot counts as running until the last one leaves.
+        #: Whether one of them has started: the slot then counts as running until all have left.
         self.has_started = False
         # How many of them still use the slot.
         self._left = 0
@@ -116,8 +116,9 @@ class Batch:
 def gather(claims: Iterable[Claim], tasks: Mapping[str, Task[..., Any]]) -> list[Claim]:
     """Return the claims to start: those of single jobs, and the first one of each batch.
 
-    The jobs of a batch have one task and one timeout, so that what ends the call for one of them
-    ends it for all. Jobs of a version that this worker does not understand are given back apart.
+    The jobs of a batch have one task and one timeout, so that a timeout ends the call for all of
+    them. Jobs of a version that this worker does not understand form batches of their own, which
+    are given back.
     """
     starts: list[Claim] = []
     last: dict[tuple[Task[..., Any], dt.timedelta | None, bool], Batch] = {}
@@ -148,7 +149,7 @@ class Keeper(Protocol):
         """Return whether the handler may begin; if not, release the claim. In the worker's loop."""
 
     def is_too_late(self, claim: Claim) -> bool:
-        """Whether the handler must not begin any more. Asked just before, in threads."""
+        """Whether the handler must not begin any more. Called just before it would, in threads."""
 
     def give_back_unbegun(self, claim: Claim) -> None:
         """Release a claim, or its batch, whose handler must not begin, in the worker's loop."""

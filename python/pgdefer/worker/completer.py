@@ -30,15 +30,15 @@ log = logger("pgdefer.worker")
 # Errors that waiting alone does not mend: missing rights, incompatible versions, nothing installed,
 # wrong calls. An operator may mend the causes of all but the last (22023).
 FATAL = frozenset({"QJ008", "QJ090", "22023", "42501", "3F000", "42883", "42P01", "28000", "28P01"})
-# Errors that are usually temporary, a fault of the server and a time limit; an outcome that is
-# refused with them this often is itself the cause.
+# Errors that are usually temporary: a fault of the server, and a time limit. But if an outcome is
+# refused TRIES times with one of them, the outcome is the cause.
 DOUBTFUL = frozenset({"XX", "57014"})
 TRIES = 20
-# Errors of a server that has no room, or can't read or write its files: other outcomes get them,
-# too, unless the one that was refused is too large.
+# Errors of a server that has no room, or can't read or write its files: it refuses other outcomes,
+# too, unless the refused one was too large.
 FULL = frozenset({"53", "58"})
-# How long the outcomes of one call are together, in characters, and how long a single one may be:
-# the server closes the connection for a message of 1 GB, and jsonb holds no more than 256 MB.
+# The most characters of all outcomes in one call, and of a single outcome: the server closes the
+# connection for a message of 1 GB, and jsonb holds no more than 256 MB.
 MAX_CALL = 64_000_000
 MAX_OUTCOME = 256_000_000
 
@@ -50,7 +50,7 @@ class Completer:
 
     def __init__(self, announcer: Announcer) -> None:
         self.unsent: list[Outcome] = []
-        #: Whether one of them may not be a success: the settled states of such jobs are announced.
+        #: Whether one of them may not be a success: only `send` can announce the states of those.
         self.has_others = False
         #: Those that were refused because their claims had ended: `announce_ends` asks how.
         self.too_late: list[Outcome] = []
@@ -101,10 +101,10 @@ class Completer:
     async def send_apart(
         self, connection: Connection, sending: Sequence[Outcome], *, is_last: bool = False
     ) -> None:
-        """Send outcomes in one call; if one gets the call refused, send each alone.
+        """Send outcomes. If the database refuses the call because of one, send each alone.
 
-        If the server is full, that ends with the first that is refused, which goes last next time,
-        unless this is the last time.
+        If the server is full, stop at the first outcome that it refuses, which goes last next time;
+        with `is_last`, go on.
         """
         unanswered = collections.deque(sending)
         try:
@@ -121,7 +121,7 @@ class Completer:
             raise
 
     async def send_all(self, connection: Connection) -> None:
-        """Send all outcomes; if one gets the call refused, send each alone."""
+        """Send all outcomes: as `send_apart`, for the last time."""
         for _ in range(2):  # replacements of refused ones are sent the second time
             left = len(self.unsent)
             while left > 0:
@@ -130,11 +130,10 @@ class Completer:
                 await self.send_apart(connection, sending, is_last=True)
 
     async def _send_one(self, connection: Connection, claim: Claim, outcome: str) -> bool:
-        """Send an outcome; if the database can't store it, the closest one that it can.
+        """Send an outcome; if the database can't store it, send the closest one that it can.
 
-        Return whether the server is full.
-
-        No outcome is sent forever: if none is accepted, a lease ends the claim as crashed.
+        Return whether the server is full. This does not go on forever: if no outcome is accepted,
+        a short lease ends the claim as crashed.
         """
         job = claim.job
         for text in nearest(job, outcome, connection.encoding):
@@ -176,10 +175,10 @@ class Completer:
                 self.add(claim, refused(claim.job, outcome, error))
 
     async def announce_ends(self, connection: Connection) -> None:
-        """Announce how the claims have ended whose outcomes came too late.
+        """Announce how those claims ended whose outcomes came too late.
 
         The database may have stored an outcome before, and its answer was lost. Or the handler's
-        transaction has committed, and the handler was cancelled before it learned that.
+        transaction has committed, and the handler was cancelled before it learned of that.
         """
         while self.too_late:
             claim, outcome = self.too_late[0]

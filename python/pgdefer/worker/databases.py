@@ -32,7 +32,7 @@ class Database:
 
     @property
     def server(self) -> tuple[str, ...]:
-        """What of its place is the server's."""
+        """The part of its place that names the server."""
         return self.place[: _PLACE.index("dbname")]
 
     @classmethod

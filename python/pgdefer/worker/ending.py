@@ -44,10 +44,10 @@ MAX_REASON = 500
 
 
 def stops_with(worker: asyncio.Task[Any] | None, job: JobContext) -> None:
-    """Note that the worker stops, if its task and this coroutine's were cancelled.
+    """Note that the worker stops, if both its task and this coroutine's were cancelled.
 
-    asyncio.run cancels all tasks when its main coroutine has ended. A coroutine that cancels only
-    itself has failed.
+    asyncio.run cancels all tasks when its main coroutine has ended. If only this coroutine's task
+    was cancelled, the handler has failed.
     """
     if worker is None or not worker.cancelling() or job._abort_reason is not None:
         return
@@ -57,13 +57,13 @@ def stops_with(worker: asyncio.Task[Any] | None, job: JobContext) -> None:
 
 
 def was_told_to_end(job: JobContext, error: BaseException) -> bool:
-    """Whether by this error a handler ends that was told to end."""
+    """Whether the handler has raised this error because it was told to end."""
     is_end = isinstance(error, asyncio.CancelledError | JobAborted | JobTimeout)
     return is_end and job._abort_reason is not None
 
 
 def is_late(job: JobContext) -> bool:
-    """Whether the handler has outlived its timeout, unless it was told earlier to end."""
+    """Whether the handler has outlived its timeout, and was not told to end before that."""
     if job._abort_reason is None and job._late_at is not None:
         return time.monotonic() >= job._late_at
     return job._abort_reason == TIMED_OUT
@@ -177,7 +177,7 @@ def failed(
 
 
 def nearest(job: JobContext, outcome: str, encoding: str) -> Iterator[str]:
-    """Yield an outcome, and then those that can be sent in its place to a database's encoding."""
+    """Yield an outcome, then ever simpler ones to send in its place if the database refuses it."""
     yield outcome
     undecided = outcomes.without_decision(outcome)
     if undecided is not None:

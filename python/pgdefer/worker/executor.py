@@ -1,4 +1,4 @@
-"""Claimed jobs, and those that run: started in slices, timed, aborted, and taken in as they end."""
+"""Starts claimed jobs in slices, times and aborts them, and takes in their outcomes."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ LATE = 2.0
 # How long past its timeout, counted from the claim, a job may still start: 10 s past it others may
 # end its claim.
 TOO_LATE = 5.0
-# How old the last look for messages may be when a job begins, in seconds: a handler that blocks the
-# loop keeps a pause from being heard, while other jobs wait to begin.
+# How long ago the worker may have looked for messages when a job begins, in seconds: while a
+# handler blocks the loop, the worker does not hear of a pause, and other jobs wait to begin.
 DEAF = 0.05
 
 # How long a claim waits here for the end of an earlier run of its job before it is given back, in
@@ -70,14 +70,14 @@ class Executor:
         self._look: asyncio.TimerHandle | None = None
         # When that timer was set.
         self._looked_at = 0.0
-        # What jobs start in: not that of the job whose end has made room.
+        # The context in which jobs start: not that of the job whose end has freed the slot.
         self._context = contextvars.copy_context()
         #: The claims whose jobs run, in the order of their starts.
         self.running: dict[Claim, None] = {}
-        # The jobs of those; and later claims of such jobs, which wait for the end of that run.
+        # The ids of their jobs; and later claims of these jobs, which wait for those runs to end.
         self._running_jobs: set[int] = set()
         self._beside: set[Claim] = set()
-        #: How many jobs have ended here, and how many that ran were given back for a stop.
+        #: How many jobs have ended here, and how many running ones were given back at a stop.
         self.finished = 0
         self.given_back = 0
         #: How many coroutines were told to end and did not.
@@ -95,7 +95,7 @@ class Executor:
         *,
         makes_batches: bool = False,
     ) -> None:
-        """Use this heartbeat, and these runners; `hear` takes in the messages that have come."""
+        """Use this heartbeat and these runners; `hear` handles the messages that have come."""
         self._heartbeat = heartbeat
         self._runner_of = runner_of
         self._hear = hear
@@ -116,13 +116,13 @@ class Executor:
     # Claims that come in
 
     def gather(self, claims: list[Claim]) -> list[Claim]:
-        """Return what to `take` of an answer: the single jobs, and the first one of each batch."""
+        """Return the claims of an answer to `take`: single jobs, and the first of each batch."""
         if not (self._makes_batches and self._registry.has_batches):
             return claims
         return gather(claims, self._registry.tasks)
 
     def take(self, claims: Iterable[Claim]) -> None:
-        """Take in what was fetched, and start it, or give it back where the worker stops."""
+        """Take in fetched claims: start them, or give them back if the worker is stopping."""
         for claim in claims:
             self.claimed.append(claim)
             for each in claim.members:
@@ -134,14 +134,14 @@ class Executor:
             self._start_some()
 
     def _extend_if_late(self, claim: Claim) -> None:
-        """Have the claim extended where its job outlives its timeout, counted from the claim."""
+        """Have the claim extended if its job outlives its timeout, counted from the claim."""
         timeout = claim.job.timeout
         if timeout is not None and self._heartbeat is not None:
             moment = claim.asked_at + timeout.total_seconds() + LATE
             self._heartbeat.extend_after[claim] = moment
 
     def _hear_first(self) -> None:
-        """Take in what has come while the loop was blocked, before more jobs begin."""
+        """Handle the messages that came while the loop was blocked, before more jobs begin."""
         now = clock()
         if now - self._heard_at > DEAF:
             self._heard_at = now
@@ -172,14 +172,14 @@ class Executor:
             self._start_soon()
 
     def _hold_if_overdue(self) -> bool:
-        """Have what waits wait for a heartbeat if that is overdue; return whether it does.
+        """If a heartbeat is overdue, hold the waiting claims until one is answered.
 
-        The process was frozen, maybe.
+        Return whether they are held. The process may have been frozen.
         """
         assert self._heartbeat is not None
         if not self._heartbeat.is_overdue or not (waiting := self.waiting):
             return False
-        # These jobs may be others' by now, and have ended.
+        # Other workers may have these jobs by now, and may have ended them.
         log.warning("jobs that wait for a heartbeat before they start: %d", len(waiting))
         self._is_held = True
         self._heartbeat.poke()
@@ -214,10 +214,7 @@ class Executor:
         return slots is not None and (slots.is_full or bool(self._ahead[slots]))
 
     def _put_ahead(self, claim: Claim) -> None:
-        """Have a claim wait for a slot.
-
-        Jobs with a lock come first: others wait for their end.
-        """
+        """Let a claim wait for a slot. Jobs with a lock come first: others wait for their end."""
         assert claim.slots is not None
         ahead = self._ahead[claim.slots]
         if claim.job.lock is None:
@@ -259,7 +256,7 @@ class Executor:
             self._look_later(max(earliest - latest, WAIT / 2))
 
     def _start(self, claim: Claim) -> None:
-        """Start a job, or all of a batch, as far as they are still to run."""
+        """Start a job, or those jobs of a batch that may still start."""
         if claim.batch is not None:
             claim.batch.claims = [each for each in claim.batch.claims if self._let_start(each)]
             if not claim.batch.claims:
@@ -301,7 +298,7 @@ class Executor:
             claim.timer = asyncio.get_running_loop().call_later(seconds, self._time_out, claim)
 
     def _let_start(self, claim: Claim) -> bool:
-        """Return whether a job may start; if not, end it, give it back or have it wait."""
+        """Return whether a job may start; if not, end it, give it back, or let it wait."""
         job = claim.job
         if job._abort_reason is not None:
             self.end(claim, outcome_of(job, None, JobAborted(job._abort_reason)))
@@ -312,9 +309,9 @@ class Executor:
             self._give_back_unstarted([claim])
             return False
         if job.id in self._running_jobs:
-            # A call of the handler has ended that claim, and the handler is about to return; or the
-            # claim was lost. To give this one back at once would be to get it again at once.
-            said = "%r waits for the end of an earlier run of it here"
+            # Of the earlier run, a call has ended the claim and the handler is about to return, or
+            # the claim was lost. If given back at once, this claim would come again at once.
+            said = "%r waits until its earlier run here has ended"
             log.debug(said, claim, extra=job._log_fields())
             self._beside.add(claim)
             asyncio.get_running_loop().call_later(BESIDE, self._give_back_beside, claim)
@@ -323,7 +320,7 @@ class Executor:
 
     def _give_back_beside(self, claim: Claim) -> None:
         if claim in self._beside:
-            said = "%r is given back: an earlier run of it does not end here"
+            said = "%r is given back: its earlier run here has not ended"
             log.warning(said, claim, extra=claim.job._log_fields())
             self._beside.discard(claim)
             self._give_back_unstarted([claim])
@@ -346,7 +343,7 @@ class Executor:
             self._start_soon()
 
     def _is_past_timeout(self, claim: Claim) -> bool:
-        """Whether it has waited here for so long that others may have ended its claim by now."""
+        """Whether a claim has waited here for so long that others may have ended it by now."""
         timeout = claim.job.timeout
         return timeout is not None and (
             claim.asked_at + timeout.total_seconds() + TOO_LATE <= clock()
@@ -363,8 +360,8 @@ class Executor:
     def is_too_late(self, claim: Claim) -> bool:
         """Whether the handler of a started claim must not begin any more.
 
-        The process was frozen, so others may have run the job; or a pause was heard since, or the
-        worker was told to stop. Asked just before the handler begins, also in threads.
+        The process was frozen, so others may have run the job; or there was a pause since, or the
+        worker was told to stop. Called just before the handler would begin, also in threads.
         """
         assert self._heartbeat is not None
         return (
@@ -493,7 +490,7 @@ class Executor:
                 log.warning(said, claim, extra=claim.job._log_fields())
 
     def note_unresponsive(self, count: int) -> None:
-        """Count the tasks and threads that go on; those of handlers may be counted already."""
+        """Count tasks and threads that go on: those of handlers may have been counted already."""
         self.unresponsive = max(self.unresponsive, count)
 
     # Aborts
@@ -518,7 +515,7 @@ class Executor:
             self.abort(claim, reason)
 
     def abort_some(self, aborts: Sequence[tuple[int, int, str]]) -> None:
-        """Tell those jobs to end that the database names: each by id, claim and reason."""
+        """Tell these jobs to end. The database names each by id, claim and reason."""
         wanted = {(id, number): reason for id, number, reason in aborts}
         for claim in [*self.running, *self.waiting]:
             reason = wanted.get((claim.job.id, claim.job.claim))
@@ -537,14 +534,14 @@ class Executor:
         self.recall()
 
     def on_claim_lost(self, claim: Claim) -> None:
-        """Abort a job that was ended before its claim could be kept: it may run elsewhere."""
+        """Abort a job whose claim ended before it could be extended: it may run elsewhere."""
         if claim in self.running or claim in self.waiting:
             self.abort(claim, LOST)
             if claim.runner is not None:
                 claim.runner.interrupt(claim)
 
     def on_worker_gone(self) -> None:
-        """Abort everything: the claims are others' by now."""
+        """Abort all jobs: other workers may have their claims by now."""
         for claim in self._take_waiting():
             self._state.jobs_left += 1
             self._leave(claim)

@@ -3,10 +3,9 @@
 It decides nothing: what is claimed, in what order, what a failure leads to and when to sleep are
 the database's answers.
 
-It takes all outcomes there are, sends them and asks for as many jobs as there are free slots, in
-one round trip. So a single outcome leaves at once, and what ends while a round trip is under way
-goes with the next one. A batch of jobs is started in slices, so that the first outcomes leave while
-the others start.
+In one round trip it sends all outcomes that there are, and asks for as many jobs as slots are free.
+So a single outcome leaves at once, and outcomes that come during a round trip go with the next one.
+The jobs of an answer are started in slices, so that the first outcomes leave while others start.
 
 Tests: integration/test_worker_connections.py, integration/test_drain.py.
 """
@@ -53,12 +52,12 @@ BURST_FINDS = 4
 BURST_SECONDS = 0.02
 LINGER_POLLS = 5
 LINGER_DELAY = 0.002
-# How long a worker that may still be woken waits for the ends of the jobs that it has just started.
-# In this time it need not say that it is busy: that would wake another one for nothing.
+# How long a worker that may still be woken waits for the ends of the jobs that it has just started,
+# in seconds. Meanwhile it need not say that it is busy: that would wake another worker for nothing.
 MOMENT = 0.005
-# When to look for claims of an answer that was lost: the lost call may be under way still.
+# When to look for claims of an answer that was lost, in seconds: that call may still be under way.
 LOST_CLAIM_CHECKS = (0.0, 15.0, 120.0)
-# When to look again after the database has refused that.
+# When to look again after the database has refused that, in seconds.
 LOST_CLAIM_AGAIN = 5.0
 # How often to look whether heartbeats are answered again, in seconds.
 OVERDUE_WAIT = 0.5
@@ -102,7 +101,7 @@ class Fetcher:
         self._longest = math.inf if poll_every is None else poll_every
         self._stop = stop
         self._spawn = spawn
-        # Passed to connect, where others connect as well.
+        # Connecting waits here for its turn, where many workers connect at once.
         self._turnstile = turnstile
         # Whether the last fetch found less than fills the free slots, whether it found less than it
         # asked for, and how often to look again soon.
@@ -121,7 +120,7 @@ class Fetcher:
         return not self._executor.is_idle or bool(self._completer.unsent)
 
     async def run(self) -> None:
-        """Register, and fetch; connect again where the connection is lost."""
+        """Register, and fetch; connect again whenever the connection is lost."""
         delays = GrowingDelay()
         state = self._state
         while state.id is not None or not state.is_stopping or self._has_work:
@@ -157,7 +156,7 @@ class Fetcher:
         state = self._state
         if state.claims_no_more and not self._has_work:
             return True
-        # What is refused for so long may not exist any more, and the jobs are others' by now.
+        # After refusals for so long, the database may not exist any more, or others have the jobs.
         is_hopeless = state.claims_no_more and was_refused and self._heartbeat.is_overdue
         return not self._executor.running and (state.must_stop_at_once.is_set() or is_hopeless)
 
@@ -180,7 +179,7 @@ class Fetcher:
             await self._listener.after_sleep(self._state.registered())
 
     def on_worker_gone(self, worker: int | None) -> None:
-        """Abort everything: the claims are others' by now. `run` registers again."""
+        """Abort all jobs: other workers may have the claims by now. `run` registers again."""
         if worker is None or worker != self._state.id:
             return
         log.error("worker %d was given up for dead: its jobs are aborted", worker)
@@ -189,7 +188,7 @@ class Fetcher:
         self._state.hint()
 
     async def run_connected(self) -> None:
-        """Fetch until the worker's end, or that of the connection."""
+        """Fetch until the worker or the connection ends."""
         state, executor = self._state, self._executor
         self._is_dry = False
         while True:
@@ -215,7 +214,7 @@ class Fetcher:
 
     @property
     def _may_claim(self) -> bool:
-        """Whether to claim jobs. While no heartbeat is answered, they would have to go back."""
+        """Whether to claim jobs. While heartbeats are overdue, they would have to go back."""
         return not (self._state.claims_no_more or self._heartbeat.is_overdue)
 
     def _free(self) -> list[Slots]:
@@ -237,7 +236,7 @@ class Fetcher:
     # Waiting
 
     async def _wait_for_slots(self) -> None:
-        """While all slots are taken, or none are to be: wait for an outcome or a turn."""
+        """While all slots are taken, or no jobs may be claimed: wait for an outcome or a turn."""
         if self._listener.holds_sleep_lock and self._has_all:
             # No job was left to others, and maybe one ends in a moment.
             self._has_all = False
@@ -270,7 +269,7 @@ class Fetcher:
         return await self._state.wait(seconds)
 
     async def _idle(self, free: list[Slots]) -> None:
-        """Wait until it is worth while to look again: first for moments, then asleep."""
+        """Wait until it is worth looking again: first for moments, then asleep."""
         if self._polls:
             self._polls -= 1
             await self._wait(LINGER_DELAY)
@@ -282,7 +281,7 @@ class Fetcher:
             await self._sleep(free)
 
     async def _sleep(self, free: list[Slots]) -> None:
-        """Sleep until there may be something to do; to drain, stop where there is nothing left."""
+        """Sleep until there may be something to do. With `drain`, stop if nothing is left."""
         state = self._state
         if state.is_stopping:
             return
@@ -296,7 +295,7 @@ class Fetcher:
             return
         if self._listens and sleep.must_look and await self._round_trip(free):
             return
-        # Unless it is for this worker, before_sleep tells whether it is worth while to look.
+        # Unless this worker was meant, the next before_sleep tells whether it is worth looking.
         was_woken = await self._wait(min(sleep.seconds, self._longest))
         self._is_dry = not (was_woken and self._listener.is_first) and not sleep.must_look
 
@@ -304,7 +303,7 @@ class Fetcher:
         """Say that this worker goes to sleep, with what it would fetch for its widest slots."""
         if not self._listens:
             return await self._ask_before_sleep()
-        # What was spawned to say that the worker is busy says so first: it takes the lock now.
+        # Let a spawned call that reports the worker as busy take the lock first.
         await asyncio.sleep(0)
         worker, options = self._state.registered(), self._sleep_options()
         try:
@@ -322,7 +321,7 @@ class Fetcher:
         return self._slots[-1].sleep_options(is_busy=not self._executor.is_idle)
 
     async def _is_drained(self, sleep: Sleep) -> bool | None:
-        """Ask on the main connection whether nothing is left, where the other one is of no use."""
+        """Return whether nothing is left; ask on the main connection if the other could not."""
         if sleep.is_drained is None:
             sleep = await self._ask_before_sleep(stays_awake=True)
         return sleep.is_drained
@@ -330,7 +329,8 @@ class Fetcher:
     async def _ask_before_sleep(self, *, stays_awake: bool = False) -> Sleep:
         """Ask on the main connection whether, and how long, to sleep; poll if that is refused.
 
-        With `stays_awake`, say at once that the worker is busy: that session would be woken.
+        With `stays_awake`, report at once that the worker is busy, so that nobody relies on waking
+        this session.
         """
         worker, options = self._state.registered(), self._sleep_options()
         try:
@@ -347,7 +347,7 @@ class Fetcher:
     # Claiming
 
     async def _round_trip(self, free: list[Slots]) -> int:
-        """Send the outcomes there are, ask for jobs for free slots; return how many came."""
+        """Send the outcomes, and ask for jobs for free slots; return how many jobs came."""
         if not free:
             await self._exchange(None, 0, 0)
             return 0
@@ -393,7 +393,7 @@ class Fetcher:
     async def _exchange(self, slots: Slots | None, max_jobs: int, ahead: int) -> int | None:
         """Send the outcomes and ask for jobs, some of which start later, in one round trip.
 
-        Return how many came; None if the database has refused the call.
+        Return how many jobs came; None if the database has refused the call.
         """
         worker = self._state.registered()
         rows: list[tuple[Any, ...]] = []
@@ -433,7 +433,7 @@ class Fetcher:
                 await self._registration.try_again(error, self._refusals)
             self._state.hint()
             return None
-        # Given up for dead meanwhile, these claims are others' by now.
+        # If the worker was given up for dead meanwhile, others have these claims by now.
         if slots is None or self._state.id != worker:
             return 0
         return self._take(rows, slots, asked_at, sending, max_jobs)
@@ -516,7 +516,7 @@ class Fetcher:
                 await self._leave(worker)  # the server had perhaps ended the session long before
             self._registration.tell_done()
             # Otherwise other sleeping workers would not be woken for a while. A heartbeat may still
-            # use that connection.
+            # be using that connection.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(2 * grace):
                     await self._listener.after_sleep(worker)
@@ -524,7 +524,7 @@ class Fetcher:
         except (ConnectionLost, psycopg.Error) as error:
             log.warning("the worker could not deregister: %s", error)
         except asyncio.CancelledError:
-            self._state.id = worker  # it is still to be done
+            self._state.id = worker  # still to be deregistered
             raise
 
     async def _leave(self, worker: int) -> None:

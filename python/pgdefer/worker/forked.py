@@ -11,10 +11,10 @@ __all__ = ["EndedIfForked"]
 
 
 class EndedIfForked:
-    """A block around a handler: a process that is forked in it ends where it leaves the block.
+    """A block around a handler: a process that is forked within it ends where it leaves the block.
 
-    It would go on as a second copy of the worker, with the same claims and connections. Its exit
-    code is 0, that of SystemExit, or 1 after any other exception.
+    Otherwise it would go on as a second copy of the worker, with the same claims and connections.
+    Its exit code is 0, that of SystemExit, or 1 after any other exception.
     """
 
     __slots__ = ("_pid",)

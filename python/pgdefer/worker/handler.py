@@ -48,7 +48,7 @@ Call = tuple[list[Any], dict[str, Any]]
 def run(
     job: JobContext, task: Task[..., Any], pool: SyncPool, call: Call | None
 ) -> str | outcomes.Settled | None:
-    """Run a function, and return the outcome; None: it has not begun, and goes back.
+    """Run a function and return the outcome; None if it has not begun, and the job goes back.
 
     If the arguments have already been decoded, `call` calls the function with them.
     """
@@ -96,8 +96,8 @@ async def run_async(
 def _end(
     job: JobContext, task: Task[..., Any], result: object, error: BaseException | None = None
 ) -> str | outcomes.Settled | None:
-    """Return the outcome of what has returned or raised; None: the job goes back."""
-    if job._goes_back:  # a middleware may have swallowed what says so
+    """Return the outcome of a handler that returned or raised; None if the job goes back."""
+    if job._goes_back:  # middleware may have swallowed the error that says so
         return None
     if (settled := _settled(job, result, error)) is not None:
         return settled
@@ -109,7 +109,7 @@ def _end(
 def _settled(
     job: JobContext, result: object, error: BaseException | None = None
 ) -> outcomes.Settled | None:
-    """Return how a claim has ended that a call of its handler has ended; None if none has.
+    """Return how a call of the handler has ended the claim; None if no call has.
 
     What the handler or its middleware did afterwards changes nothing; an error is logged.
     """
@@ -118,7 +118,7 @@ def _settled(
     elif job.steps.ended_as is not None:
         suspended = suspension(error, job.steps)
         cause = suspended.__cause__ if suspended else None
-        job._error = cause  # a step has failed with it
+        job._error = cause  # the error of a failed step
         settled = outcomes.Settled(*job.steps.ended_as, "" if cause is None else error_text(cause))
     else:
         return None
@@ -136,7 +136,8 @@ def _settled(
 def run_function(job: JobContext, pool: SyncPool, why: str) -> str | outcomes.Settled | None:
     """Let the database run a task that is unknown here, if it has a function for it.
 
-    This also ends the claim: without a function, as one of an unknown task; `why` goes to the log.
+    The call also ends the claim; if there is no function, as that of an unknown task. `why` then
+    goes to the log.
     """
     try:
         with transaction(job, True, pool) as (connection, own_part):

@@ -37,7 +37,7 @@ LOOK = 3.0
 SHORTEST_LEASE = 15.0
 # How long a heartbeat over the worker's own connection may take before it is sent over another.
 PATIENCE = 3.0
-# How long to wait for the row of a claim that is to be extended, in seconds, at most.
+# How long to wait for the locked row of a claim that is to be extended, in seconds.
 ROW_PATIENCE = 1.0
 NOT_EXTENDED = "%r: its claim could not be extended: %s"
 
@@ -81,7 +81,7 @@ class HeartbeatThread:
                 self._loop.call_soon_threadsafe(function)
 
     async def stop(self) -> None:
-        """End the thread, with what still runs in it: within 2 seconds."""
+        """End the thread and what still runs in it, without waiting long for that."""
         if self._thread.ident is not None:
             assert self._loop is not None
             self.call(self._loop.stop)
@@ -149,7 +149,7 @@ class Heartbeat:
         #: The time, by `clock`, after which the claim of a job must be extended.
         self.extend_after: dict[Claim, float] = {}
         self._lease = interval_text(dt.timedelta(seconds=max(dead_after, SHORTEST_LEASE)))
-        # Less than a call may take: that would be cut off and be busy still, and be in the way.
+        # Less than a call may take: the server would go on with a call that was cut off.
         patience = min(ROW_PATIENCE, interval / 2)
         self._patience = f"{max(round(patience * 1000), 1)}ms"
         self._late: set[Claim] = set()
@@ -168,7 +168,7 @@ class Heartbeat:
 
     @property
     def is_overdue(self) -> bool:
-        """Whether none was answered for so long that the jobs may be others' by now."""
+        """Whether no heartbeat was answered for so long that others may have the jobs by now."""
         return clock() - self.beat_at >= self._dead_after
 
     def start(self, worker: int, registered_at: float) -> None:
@@ -213,7 +213,7 @@ class Heartbeat:
             await self._thread.stop()
 
     async def _run(self) -> None:
-        """Send heartbeats until `stop`, in spite of failures: without them others get the jobs."""
+        """Send heartbeats until `stop`, whatever fails: without them, others get the jobs."""
         # A heartbeat may keep the first fetch from a job that has to run alone, so it waits for
         # that. Several workers do not send theirs all at the same time.
         part = 1.0 if self._has_own_thread else random.random()  # noqa: S311
@@ -269,12 +269,12 @@ class Heartbeat:
             try:
                 await connection.open()
             except ConnectionLost as error:
-                # Without a cause it is that the server still works on the last call.
+                # An error without a cause says that the server still works on the last call.
                 if self._over is None or error.__cause__ is None:
                     raise
                 log.warning("heartbeats have no connection of their own: %s", error)
                 return await self._send_over(worker)
-            self._sent = None  # next time its answer would be an old one
+            self._sent = None  # its answer would be out of date next time
             return await self._send_apart(connection, worker)
         try:
             answer = await self._send_over(worker)
@@ -295,7 +295,7 @@ class Heartbeat:
         if sent is None or sent.worker != worker:
             answer = asyncio.run_coroutine_threadsafe(self._ask(worker), self._outer)
             sent = self._sent = _Sent(worker, clock(), answer)
-        # Not cancelled in the end: that would close the connection, on which other calls wait.
+        # Not cancelled at the timeout: that would close the connection, on which other calls wait.
         patience = PATIENCE if self._is_needed() else self._interval
         await asyncio.wait([asyncio.wrap_future(sent.answer)], timeout=patience)
         if not sent.answer.done():

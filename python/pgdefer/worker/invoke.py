@@ -50,7 +50,7 @@ log = logger("pgdefer.worker")
 
 
 def call_handler(task: Task[..., Any], positional: list[Any], named: dict[str, Any]) -> object:
-    """Return what a handler returned, or the RetryLater that it raised; no step goes on then."""
+    """Call a handler; return its value, or the RetryLater that it raised. Its steps have ended."""
     try:
         with EndedIfForked():
             return check_has_run(task.function(*positional, **named))
@@ -127,7 +127,7 @@ def transaction(
 def _opened(
     job: JobContext, stack: contextlib.ExitStack, pool: SyncPool
 ) -> psycopg.Connection[Any]:
-    """Return a connection. If it can't connect it waits, because that is not the job's fault."""
+    """Open a connection. If that fails, wait and try again: it is not the job's fault."""
     waits = GrowingDelay(last=LONGEST_WAIT)
     with gives_back_if_late(job):
         while True:

@@ -29,10 +29,10 @@ def run_batch(
 ) -> list[str]:
     """Run a handler; return the outcomes of the jobs, in their order. `decode` returns arguments.
 
-    A job whose arguments do not fit, or whose middleware raises, ends by that alone: the handler
-    does not get it. Each job's middleware is entered before the handler, and left after it in
-    reverse order, with the error of its own job. A coroutine that is cancelled together with
-    `worker`, its worker's task, gives its jobs back.
+    A job whose arguments do not fit, or whose middleware raises, ends with that error, and the
+    handler does not get it. Each job's middleware is entered before the handler, and left after it
+    in reverse order, with the error of its own job. If the coroutine is cancelled together with
+    `worker`, the worker's task, the jobs are given back.
     """
     enter_job(None)
     policy = task.failure_policy
@@ -73,10 +73,10 @@ def _begin(task: Task[..., Any], job: BatchJob[Any], decode: Callable[[JobContex
 
 
 def _call(task: Task[..., Any], jobs: list[BatchJob[Any]]) -> list[object]:
-    """Call the handler; return what it says of each job. What it raises, it says of all."""
+    """Call the handler; return the outcome of each job. What it raises is the outcome of all."""
     try:
         with EndedIfForked():
-            # Its own list: it may change that.
+            # A copy, because the handler may change its list.
             said = check_has_run(task.function(list(jobs)))
         return outcomes_of(task.name, jobs, said)
     except BaseException as error:

@@ -68,14 +68,15 @@ class SleepListener(NotifyConnection):
         self._delays = GrowingDelay()
         self._not_before = 0.0
         self.holds_sleep_lock = False
-        # While `after_sleep` is under way: what comes next waits for that, in the lock's order.
+        # Whether `after_sleep` is under way: the next call waits for it, in the lock's order.
         self._is_leaving = False
-        #: Whether it fetches as soon as producers notify; otherwise `_look_after` so many seconds.
+        #: Whether the worker fetches as soon as producers notify; otherwise `_look_after` seconds
+        #: later.
         self.is_first = False
         self._look_after = 0.0
         self._look: asyncio.TimerHandle | None = None
         self._pause: asyncio.TimerHandle | None = None
-        # Each pause takes a second of it; it may be ahead of the clock by PAUSES_AT_ONCE.
+        # Each pause moves it on by a second; it may be ahead of the clock by PAUSES_AT_ONCE.
         self._pauses_until = 0.0
 
     async def before_sleep(
@@ -83,14 +84,14 @@ class SleepListener(NotifyConnection):
     ) -> Sleep:
         """Report that this worker goes to sleep; return for how long it may, at most.
 
-        Without a connection the worker polls: that is a second. `options` are those of
+        Without a connection the worker polls, each second. `options` are those of
         queue.before_sleep (`Slots.sleep_options`).
         """
         loop = asyncio.get_running_loop()
         if loop.time() < self._not_before:
             return Sleep(1.0)
         if self._lock.locked() and not self._is_leaving:
-            # The connection is busy, and hears nothing until it is not.
+            # While the connection is busy, it hears nothing.
             return Sleep(0.05)
         try:
             while True:
@@ -158,7 +159,7 @@ class SleepListener(NotifyConnection):
             self._look = asyncio.get_running_loop().call_later(self._look_after, self._look_now)
 
     def _heard_of_pause(self) -> None:
-        """Tell of it at once, but after some only once a second: any role can send this message."""
+        """Report a pause at once; of many, one a second, because any role can send this message."""
         if self._pause is not None:
             return
         loop = asyncio.get_running_loop()
