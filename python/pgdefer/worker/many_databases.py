@@ -51,14 +51,15 @@ SINGLE = ("slots", "max_jobs")
 class MultiWorker:
     """Runs an app's jobs in many databases: of a list of DSNs, or of a file with one per line.
 
-    The file is read again when it changes: databases come and go. All databases share
+    The file is read again when it changes, and databases are added and removed. All databases share
     `concurrency` slots. A free slot goes to the database that has waited longest; the jobs of one
-    use at most `per_database` slots at once, half of them by default. So a database whose handlers
-    hang leaves slots to the others. The other options are those of `Worker`, without `slots` and
-    `max_jobs`. At most twice `prefetch` jobs are claimed ahead, as two databases do so at a time.
+    database use at most `per_database` slots at once, half of them by default. So a database whose
+    handlers hang leaves slots to the others. The other options are those of `Worker`, without
+    `slots` and `max_jobs`. At most twice `prefetch` jobs are claimed ahead, because two databases
+    may do so at a time.
 
-    Each database has one connection, as long as the event loop answers. A database that can't be
-    reached, or refuses the worker, is logged and tried again; the others go on.
+    The worker has one connection to each database, as long as the event loop answers. If a database
+    can't be reached, or refuses the worker, this is logged and tried again; the others go on.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class MultiWorker:
         #: What answers probes while it runs.
         self.probes: Probes | None = None
         self._served: dict[tuple[str, ...], _Served] = {}
-        # Those that were removed, until their jobs have ended: another DSN may be served meanwhile.
+        # Removed databases whose jobs have not ended: another DSN for them may be served meanwhile.
         self._leaving: set[_Served] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_stopping = False
@@ -149,11 +150,14 @@ class MultiWorker:
     # Life
 
     def run(self) -> None:
-        """Run until SIGTERM, SIGINT or SIGHUP, then `stop`; at another, or SIGQUIT, end at once."""
+        """Run until a signal: `stop` at the first SIGTERM, SIGINT or SIGHUP.
+
+        At a second one, or at SIGQUIT, `stop_at_once`.
+        """
         run_until_signal(self.run_async, self._note_unresponsive)
 
     async def run_async(self, *, handle_signals: bool = False) -> None:
-        """Run until `stop`. Cancelled, stop: at once, unless there is a `shutdown_timeout`.
+        """Run until `stop`. If cancelled, stop first: at once, unless `shutdown_timeout` is set.
 
         With `drain`, raises PgDeferError in the end if some databases could not be drained.
         """
@@ -199,7 +203,7 @@ class MultiWorker:
         self._shared.threads.close()
 
     def stop(self) -> None:
-        """Claim no more; end when the running jobs have, or after `shutdown_timeout` at once.
+        """Claim no more jobs, and end when the running ones end, at most after `shutdown_timeout`.
 
         May be called from any thread, as may `stop_at_once`.
         """
@@ -245,7 +249,7 @@ class MultiWorker:
 
     @contextlib.contextmanager
     def _refused_elsewhere(self) -> Iterator[None]:
-        """Let calls outside of jobs fail: without a database of the app they have none."""
+        """Make calls outside of jobs fail: nothing says which database they are meant for."""
         before = self._client.stand_in
         self._client.stand_in = Refusal(
             "this worker serves many databases, and no job says here which one is meant: use "
@@ -290,7 +294,7 @@ class MultiWorker:
                 await run_shielded(lambda: asyncio.gather(*self._tasks, return_exceptions=True))
 
     async def _watch(self, file: DsnFile) -> None:
-        """Follow the file."""
+        """Add and remove databases when the file changes."""
         while not self._is_stopping:
             await asyncio.sleep(LOOK)
             found = await in_own_thread(file.changed)
@@ -327,7 +331,7 @@ class MultiWorker:
             self._news.set()
 
     async def _serve(self, served: _Served) -> None:
-        """Work for one database; try again where it refuses that."""
+        """Work for one database; try again when it refuses the worker."""
         database_in_logs.set(served.database.name)
         delays = GrowingDelay(RETRY_FIRST, RETRY_LAST)
         with served.client.entered():
@@ -430,7 +434,7 @@ class _Served:
                 self.worker.stop()
 
     def trouble(self) -> str | None:
-        """Return why it is not served, if so."""
+        """Return why it is not served, or None if it is."""
         worker = self.worker
         if worker is None:
             return self.said or "not registered"

@@ -19,11 +19,11 @@ __all__ = [
     "check_options",
 ]
 
-# What the options of these names are by default; the first two in seconds.
+# The defaults of the options of these names; the first two are in seconds.
 HEARTBEAT_EVERY = 10.0
 DEAD_AFTER = 30.0
 JOBS_PER_PROCESS = 100
-# The options that are numbers: of which types, the least, and the greatest.
+# The options that are numbers: their types, and the least and greatest values.
 NUMBERS: dict[str, tuple[Any, float, float]] = {
     **dict.fromkeys(("concurrency", "jobs_per_process", "max_jobs"), (int, 1, MAX_INTEGER)),
     "prefetch": (int, 0, MAX_INTEGER),
@@ -32,7 +32,7 @@ NUMBERS: dict[str, tuple[Any, float, float]] = {
     ),
     "poll_every": ((int, float), 0.01, 60),
 }
-# Those that may be None.
+# The numbers that may be None.
 OPTIONAL = frozenset({"max_jobs", "shutdown_timeout", "poll_every"})
 FLAGS = frozenset({"drain", "prune_schedules", "register_schedules"})
 
@@ -40,32 +40,31 @@ FLAGS = frozenset({"drain", "prune_schedules", "register_schedules"})
 class WorkerOptions(TypedDict, total=False):
     """The options of `Worker` besides the queues.
 
-    `concurrency`: how many jobs run at once (20). Or `slots`: `N`, or `N:HORIZON` for N slots that
-    take only jobs whose deadline is nearer than 5s, 30m, 2h, 1d, 1w; `slots=["2:30m", 3]`.
+    `concurrency`: how many jobs run at once (20). In place of it, `slots`: a list of `N`, or
+    `N:HORIZON` for N slots that take only jobs whose deadline is nearer than the horizon, such as
+    5s, 30m, 2h, 1d or 1w: `slots=["2:30m", 3]`.
 
-    `order`: with `listed`, queues go in the order of the list, before priority: no job of a later
-    queue starts while an earlier queue has one that may start. It needs a list of queues. `tasks`:
-    run only jobs of these tasks. `max_running={"reports": 2, "tenant*": 1}`: of each
-    such queue this worker runs at most so many jobs at once; the longest pattern applies.
+    `order`: with `listed`, the order of the list of queues goes before priority: no job of a later
+    queue starts while an earlier queue has one that may start. `tasks`: run only jobs of these
+    tasks. `max_running={"reports": 2, "tenant*": 1}`: this worker runs at most so many jobs of each
+    such queue at once; the longest pattern applies.
 
-    `prefetch`: how many jobs the worker may claim ahead of need (500; of each of many databases
-    100), so that a job is there when a slot becomes free: as many as start within about 50 ms, and
-    only jobs without a limit. They are given back when the worker stops, at a pause, and after 200
-    ms. 0: none.
+    `prefetch`: how many jobs the worker may claim before a slot is free for them (500; with many
+    databases, 100 of each; 0: none). It claims only as many as start within about 50 ms, and only
+    jobs without a limit. It gives them back when it stops, at a pause, and after 200 ms.
 
     `shutdown_timeout`: how many seconds running jobs may take to end after `stop`; None, the
-    default: no limit. `drain`: exit when no job is left that would start by itself, according to
-    `queue.before_sleep`. `max_jobs`: exit after this many jobs, so that a supervisor starts a new
-    process before a handler's leaks fill the memory.
+    default, means no limit. `drain`: exit when no job is left that would start by itself, according
+    to `queue.before_sleep`. `max_jobs`: exit after this many jobs, so that a supervisor starts a
+    new process before a handler's leaks fill the memory.
 
-    `heartbeat_every` and `dead_after` (10 and 30 seconds): the time between heartbeats, and the
-    silence after which others get the worker's jobs. `poll_every`: for how many seconds an idle
-    worker sleeps at most before it asks the database; None, the default: as long as
-    `queue.before_sleep` says. It is for where notifications do not arrive. `jobs_per_process`:
-    replace a child process after this many jobs (100). `prune_schedules`: remove schedules that
-    this app has registered before and no longer has. `http="127.0.0.1:9000"`: the address that
-    answers /healthz, /readyz and /metrics. `register_schedules=False` registers no schedules, as in
-    tests.
+    `heartbeat_every`: the seconds between heartbeats (10). `dead_after`: the seconds of silence
+    after which others get the worker's jobs (30). `poll_every`: the most seconds that an idle
+    worker sleeps before it asks the database; None, the default, means as long as
+    `queue.before_sleep` says. Set it where notifications do not arrive. `jobs_per_process`: replace
+    a child process after this many jobs (100). `prune_schedules`: remove the schedules that this
+    app has registered before and no longer has. `register_schedules=False`: register no schedules,
+    as in tests. `http="127.0.0.1:9000"`: the address that answers /healthz, /readyz and /metrics.
     """
 
     concurrency: int

@@ -45,7 +45,7 @@ MAX_HEADLINE = 500
 
 @dataclasses.dataclass(frozen=True)
 class Settled:
-    """In place of an outcome: how a claim has ended that the database has ended already.
+    """Stands in for an outcome where the database has already ended the claim: how it ended.
 
     `kind` is what queue.attempts calls it, or `succeeded`; `state` is the job's state afterwards.
     """
@@ -65,7 +65,7 @@ def succeeded(id: int, claim: int, result: str | None = None) -> str:
     return f'{{"id":{id},"claim":{claim},"outcome":"succeeded","result":{result}}}'
 
 
-# Outcomes are compact where they contain values of users, so no value contains this.
+# Users' values are in compact JSON, without this space after the comma, so none contains this.
 STEPS = ', "steps":['
 
 
@@ -81,9 +81,9 @@ def without_steps(outcome: str) -> str:
 
 
 def without_decision(outcome: str) -> tuple[str, str] | None:
-    """Return a failure without what was decided, and that, in JSON; None if nothing was.
+    """Return a failure without the task's decision, and the decision in JSON; None without one.
 
-    Whether to retry stays, and so does the kind of the failure.
+    The failure keeps its kind, and whether to retry.
     """
     steps = outcome[len(without_steps(outcome)) - 1 :]
     said = json.loads(without_steps(outcome))
@@ -100,12 +100,12 @@ def without_decision(outcome: str) -> tuple[str, str] | None:
 
 
 def is_success(outcome: str) -> bool:
-    """Whether an outcome is that of `succeeded`."""
+    """Whether an outcome was made by `succeeded`."""
     return outcome.find('"outcome":"succeeded"', 0, 80) >= 0
 
 
 def kind(said: Mapping[str, Any]) -> str:
-    """Return what queue.attempts calls an outcome, which was decoded."""
+    """Return what queue.attempts calls a decoded outcome."""
     found = str((said.get("options") or {}).get("outcome", said["outcome"]))
     return "yielded" if found == "retry_later" else found
 
@@ -129,7 +129,7 @@ def failed(
 ) -> str:
     """Return the outcome of a handler that raised; `options` are queue.fail's.
 
-    The job's error is what the handler has `said`, or the error's type and message.
+    The job's error is the text `said`, or else the type and message of `error`.
     """
     return _failure("failed", id, claim, error, options, said=said)
 

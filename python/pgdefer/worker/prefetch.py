@@ -9,23 +9,22 @@ __all__ = ["MOST", "MOST_OF_MANY", "SOON", "WAIT", "Filling", "Prefetch"]
 # How many jobs are claimed ahead at most, unless the worker's options say otherwise: about as many
 # small ones as fit into one answer of queue.fetch (64 kB).
 MOST = 500
-# The same for each of many databases, whose turns come sooner then.
+# The same for each of many databases: with fewer jobs ahead, their turns come sooner.
 MOST_OF_MANY = 100
-# Claimed ahead are those jobs that start within this time if they run as long as the last ones did;
-# none where those ran longer than that. Given back are those that have waited for longer than WAIT
-# and, at the pace of the last starts, would wait that long again: a slow job came before them. In
-# seconds.
+# In seconds. As many jobs are claimed ahead as start within AHEAD, if they run as long as the last
+# ones did; none if those ran longer than AHEAD. Jobs are given back if they have waited for longer
+# than WAIT and, at the pace of the last starts, would wait that long again: a slow job came first.
 AHEAD = 0.05
 WAIT = 0.2
-# As many as start within this time are claimed ahead also where an answer was not full: that is
-# about a round trip, so that no other worker could have started them earlier. In seconds.
+# In seconds. As many as start within this time are claimed ahead even if an answer was not full. It
+# is about a round trip, so no other worker could have started them earlier.
 SOON = 0.005
-# How many jobs to ask for at most where these are to fill batches.
+# The most jobs to ask for where they are to fill batches.
 MOST_IN_BATCHES = 1000
 # An answer that was not full, but holds at least so many jobs, may have been cut to 64 kB: as
 # `always_fit` in extension/macros.
 FIT = 30
-# What the last job counts for in the mean of their run times.
+# The weight of the last job in the mean of run times.
 WEIGHT = 1 / 8
 
 
@@ -119,7 +118,10 @@ class Prefetch:
             self._is_late = True
 
     def take_pace(self, seconds: float) -> int:
-        """Return how many jobs start within WAIT at the pace of the last `seconds`; reset it."""
+        """Return how many jobs start within WAIT at the pace of the last `seconds`.
+
+        Then count from 0 again.
+        """
         started, self._started = self._started, 0
         return int(started * WAIT / seconds)
 

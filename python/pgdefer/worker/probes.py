@@ -31,7 +31,7 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-# How long a client may take for its request, and for reading the answer, in seconds.
+# How long a client may take to send its request, and to read the answer, in seconds.
 _TIMEOUT = 5.0
 # How many clients get an answer at once. Each has a thread; further ones are turned away.
 _MOST = 50
@@ -110,7 +110,7 @@ class _Server(http.server.ThreadingHTTPServer):
             self._free.release()
 
     def handle_error(self, *_: Any) -> None:
-        """Log it in one line: mostly the client has gone before it read the answer."""
+        """Log it in one line: usually the client has gone before it read the answer."""
         error = sys.exception()
         assert error is not None
         level = logging.DEBUG if isinstance(error, OSError) else logging.ERROR
@@ -126,7 +126,7 @@ class Probes:
             self._server = _Server(host, port, answer)
         except OSError as error:
             raise PgDeferError(f"http {address}: {error.strerror or error}") from error
-        #: The port, also if 0 was passed.
+        #: The port in use, even if 0 was passed.
         self.port = int(self._server.server_address[1])
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="pgdefer-http", daemon=True
@@ -148,12 +148,12 @@ def answer(
 ) -> Answer:
     """Return what a worker answers. Called in threads.
 
-    `call_soon` calls a function in the worker's event loop; `ready` says whether the worker gets
-    jobs, and in words.
+    `call_soon` calls a function in the worker's event loop. `ready` returns whether the worker gets
+    jobs, and the text to answer.
     """
     match path:
         case "/healthz":
-            # Without a database it is not dead: a restart would not help.
+            # A worker that has lost its database is not dead: a restart would not help.
             is_well = _goes_on(call_soon)
             return (200, _TEXT, b"ok\n") if is_well else (503, _TEXT, b"the event loop hangs\n")
         case "/readyz":

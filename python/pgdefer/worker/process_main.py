@@ -45,26 +45,26 @@ class AbortRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Recall:
-    """Asks that the job of a claim go back, if its handler waits for a connection."""
+    """Asks to give the job of a claim back, if its handler waits for a connection."""
 
     claim: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepare:
-    """Asks the process to import a module, before it gets a job of that."""
+    """Asks the process to import a module before it gets a job of that module."""
 
     module: str
 
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """The module is imported, as far as that is possible."""
+    """Says that the module is imported, or that its import has failed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """The process has the job: if the process dies from now on, the job may be the cause."""
+    """Says that the process has the job: if it dies from now on, the job may be the cause."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,8 +156,8 @@ class _Inbox:
 def main(connection: Connection, dsn: str) -> None:
     """Run jobs until the worker closes the connection."""
     for number in not_ignored():
-        # They are for the worker, which says when to stop. (If they were ignored, programs that a
-        # handler starts would inherit that.)
+        # These signals are for the worker, which says when to stop. (If the process ignored them,
+        # programs that a handler starts would inherit that.)
         signal.signal(number, lambda *_: None)
     _die_with_parent()
     log_buffer = _LogBuffer()
@@ -170,7 +170,7 @@ def main(connection: Connection, dsn: str) -> None:
             try:
                 importlib.import_module(received.module)
             except Exception as error:
-                failed[received.module] = error  # which is told of the job
+                failed[received.module] = error  # becomes the error of the job
             inbox.end(Prepared())
             continue
         wanted, row = received

@@ -25,13 +25,13 @@ __all__ = ["Processes"]
 
 log = logger("pgdefer.worker")
 
-# How long a process has to end once it has nothing more to do.
+# How long a process may take to end once it has nothing more to do, in seconds.
 LINGER = 2.0
 # How many new processes in a row may die before they have begun the job.
 MAX_EARLY_DEATHS = 3
 # How long a process may take to start and to import a module, in seconds.
 MAX_PREPARATION = 300.0
-# How often to look whether a job still waits for that.
+# How often to check whether a job still waits for that, in seconds.
 LOOK_EVERY = 0.1
 
 
@@ -58,10 +58,11 @@ class Processes:
         is_too_late: Callable[[], bool],
         begun: Callable[[], None],
     ) -> str | Settled | None:
-        """Run a job and return its outcome; None: it has not begun, and is too late.
+        """Run a job and return its outcome; None if it has not begun, and it is too late.
 
-        The time until a process has imported the task's module is not the handler's, so `begun` is
-        called after it. If the job may not wait so long, the process goes on for the next one.
+        The time until a process has imported the task's module does not count for the handler, so
+        `begun` is called after the import. If the job can't wait so long, the process goes on with
+        the import, for the next job.
         """
         died_early = 0
         try:
@@ -93,7 +94,7 @@ class Processes:
         return _ended(job, task) or _crashed(job, process)
 
     def pids(self) -> list[int]:
-        """Return the numbers of the processes, also of those that have nothing to do."""
+        """Return the pids of the processes, idle ones included."""
         with self._lock:
             return [process.pid for process in (*self._idle, *self._busy.values())]
 
@@ -103,7 +104,7 @@ class Processes:
             process.tell(process_main.AbortRequest(job.claim, reason))
 
     def kill(self, job: JobContext) -> None:
-        """End the job's process at once, if that has the job."""
+        """End the job's process at once, if it has received the job."""
         with self._lock:
             if (process := self._busy.get(job)) and process.has_job:
                 process.kill()
@@ -117,7 +118,7 @@ class Processes:
         self.close_idle()
 
     def close_idle(self) -> None:
-        """End the processes that have nothing to do."""
+        """End the idle processes."""
         with self._lock:
             idle, self._idle = self._idle, []
         # All at once, because each needs some time to notice it and to end.
@@ -149,9 +150,9 @@ class Processes:
         raise ProcessDied("the worker ends")
 
     def _pop_idle(self, module: str) -> ChildProcess | None:
-        """Return the last idle process that has imported the module, or else imports it, or can.
+        """Return an idle process: one that has imported the module, or imports it, or is free to.
 
-        One that still imports another module is for jobs of that.
+        A process that still imports another module is for jobs of that module.
         """
         fit = [process for process in self._idle if process.prepares in (None, module)]
         if not fit:
@@ -212,28 +213,31 @@ class ChildProcess:
         self._lock = threading.Lock()
         self.jobs = 0
         self.is_killed = False
-        #: Whether it has got the job that it is to run.
+        #: Whether it has received the job that it is to run.
         self.has_job = False
         #: The modules that it has imported, and the one that it imports now.
         self.modules: set[str] = set()
         self.prepares: str | None = None
         self._prepares_since = 0.0
-        #: Whether it was killed because that took too long.
+        #: Whether it was killed because an import took too long.
         self.was_slow = False
 
     @property
     def pid(self) -> int:
-        """The number of the process."""
+        """The pid of the process."""
         assert self._process.pid is not None
         return self._process.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether it seems able to run a job; it may die in the next moment."""
+        """Whether it can run a job, as far as is known: it may die the next moment."""
         return self._process.exitcode is None
 
     def prepare(self, module: str, must_end: Callable[[], bool]) -> bool | None:
-        """Have it import a module; return False if it died, None if it goes on after `must_end`."""
+        """Let it import a module, and return True once it has tried; False if it died.
+
+        Return None if `must_end` became true first; the import then goes on.
+        """
         if module in self.modules:
             return True
         if self.prepares is None:
@@ -321,7 +325,7 @@ class ChildProcess:
             self._process.join()
 
     def how_it_ended(self) -> str:
-        """Return a text that says so, after it was closed."""
+        """Return how the process ended, for an error message. Call `close` first."""
         code = self._process.exitcode
         if self.was_slow:
             return f"its process had not imported {self.prepares} after {MAX_PREPARATION:g} s"

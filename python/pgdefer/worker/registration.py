@@ -128,7 +128,7 @@ class Registration:
             await self._warn_of_unknown_queues()
 
     async def _warn_of_unknown_queues(self) -> None:
-        """Warn of queues that may be misspelt. A new queue is no error: its jobs may come later."""
+        """Warn of queues that may be misspelt. Not an error: their first jobs may come later."""
         registry = self._registry
         known: set[object] = {"default"}
         known.update(task.defaults.arguments.get("queue") for task in registry.tasks.values())
@@ -188,7 +188,7 @@ class Registration:
                 return
 
     async def try_again(self, error: psycopg.Error, delays: GrowingDelay) -> None:
-        """Wait before the next try. Raises permanent errors, and Refused if there is no more."""
+        """Wait before the next try. Raises permanent errors, and Refused if there is none."""
         raise_fatal(error)
         if self._state.is_stopping and not self._has_work():
             raise Refused(describe(error)) from error

@@ -71,7 +71,7 @@ class ThreadRunner:
 
 
 class LoopRunner:
-    """Runs coroutines in the worker's event loop. Made in the worker's own task."""
+    """Runs coroutines in the worker's event loop. Create it in the worker's own task."""
 
     def __init__(self, pool: AsyncPool, thread_runner: ThreadRunner, keeper: Keeper) -> None:
         self._pool = pool
@@ -214,7 +214,7 @@ def submit(
     function: Callable[[], str | Settled | None],
     keeper: Keeper,
 ) -> None:
-    """Run a function in a thread; it returns a job's outcome, or None if that has not begun."""
+    """Run a function in a thread; it returns a job's outcome, or None if the job has not begun."""
 
     def work() -> Callable[[], None]:
         try:

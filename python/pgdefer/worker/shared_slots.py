@@ -96,7 +96,7 @@ class SharedSlots:
         free = self.size - self.used - promised
         if slots.takes_ahead:
             return free + self.ahead
-        # It gets one even where no slot is free: others' jobs may be claimed ahead all the time.
+        # At least that many even if no slot is free: jobs of others may always be claimed ahead.
         return max(free, min(free + self.ahead, self.ahead_of(slots)))
 
     def wanted(self, slots: DatabaseSlots) -> int:
@@ -263,7 +263,7 @@ class DatabaseSlots(Slots):
         self.has_backlog = False
         #: Starts the next claim that waits; returns whether more may start.
         self.start_next: Callable[[], bool] = _no_more
-        #: Called when it is this database's turn, and when others have had jobs more recently.
+        #: Called when this database's turn comes, or when others have had jobs more recently.
         self.on_turn: Callable[[], None] = _nothing
         self.on_rest: Callable[[], None] = _nothing
         self._news: asyncio.Future[None] | None = None

@@ -1,4 +1,4 @@
-"""Work that ends as planned although the coroutine that waits for it is cancelled.
+"""Work that is finished even if the coroutine that waits for it is cancelled.
 
 Tests: integration/test_worker_stops.py.
 """
@@ -14,7 +14,7 @@ __all__ = ["run_shielded"]
 async def run_shielded(close: Callable[[], Awaitable[object]]) -> None:
     """Call a function that ends by itself, wait for its end, and only then raise CancelledError.
 
-    asyncio.shield does not suffice: asyncio.run cancels all tasks, also that of the function. It
+    asyncio.shield does not suffice: asyncio.run cancels all tasks, the function's too. The function
     is then called again.
     """
     cancelled: asyncio.CancelledError | None = None

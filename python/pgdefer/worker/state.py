@@ -17,22 +17,22 @@ __all__ = ["GRACE", "JOB_PROCESS", "WorkerState", "check_may_run"]
 
 # The name of a process that runs jobs of its worker.
 JOB_PROCESS = "pgdefer-job"
-# How long what the worker tells to end has to end, in seconds: jobs, hooks, tasks.
+# How long jobs, hooks and tasks may take to end after the worker has told them to, in seconds.
 GRACE = 1.0
 
 
 class WorkerState:
-    """The shared state. Only the worker's loop may use it, but for `id` and `tell_to_stop`.
+    """The shared state. Only the worker's loop may use it, except `id` and `tell_to_stop`.
 
-    A worker stops in three steps, each of which includes those before it. Told to stop, it begins
-    no job more; that may happen in any thread. Then its loop hears of it: it is stopping, and gives
-    back what has not begun. At last it may have to stop at once, and aborts what runs.
+    A worker stops in three steps, each of which includes those before it. Once it is told to stop,
+    from any thread, it begins no more jobs. When its loop hears of that, it is stopping, and gives
+    back the jobs that have not begun. Finally, if it must stop at once, it aborts the running jobs.
     """
 
     def __init__(self, max_jobs: int | None) -> None:
         #: The worker's id in the database while it is registered.
         self.id: int | None = None
-        #: Whether it was told to stop: by a signal or a thread, of which the loop hears later.
+        #: Whether it was told to stop, by a signal or a thread; the loop hears of that later.
         self.is_told_to_stop = False
         self.stopping = asyncio.Event()
         self.must_stop_at_once = asyncio.Event()
@@ -47,7 +47,7 @@ class WorkerState:
         return self.is_told_to_stop or self.jobs_left <= 0
 
     def tell_to_stop(self) -> None:
-        """Let no job be claimed or begin any more. Called anywhere, also by a signal."""
+        """Let no more jobs be claimed or begin. May be called anywhere, also in signal handlers."""
         self.is_told_to_stop = True
 
     @property
@@ -69,7 +69,7 @@ class WorkerState:
         return self._waiter is not None
 
     def hint(self) -> None:
-        """Make the fetcher look again, now or when it is about to wait."""
+        """Make the fetcher look again: now, or when it is next about to wait."""
         if self._waiter is None:
             self._was_hinted = True
         else:

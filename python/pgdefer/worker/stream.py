@@ -34,18 +34,18 @@ __all__ = ["ClaimedJob", "JobStream"]
 
 
 class ClaimedJob(JobContext):
-    """A job in your hands: a `JobContext` with the arguments in `args`, and methods that end it.
+    """A job of a stream: a `JobContext` with the arguments in `args`, and methods that end it.
 
-    As a context manager it is `current_job()`, within the app's middleware. When the block is left,
-    the job ends, unless it was ended before: as succeeded, or as failed by an exception, which is
-    swallowed. A raised RetryLater yields. If the program itself must end (KeyboardInterrupt, a
-    cancelled coroutine), the job is given back and the exception propagates, as does any exception
-    after the job has ended. If a middleware raises when it is entered, the job ends in the same
-    way, and the exception propagates.
+    Within its `with` block it is `current_job()`, inside the app's middleware. When the block is
+    left, the job ends, unless it was ended before: as succeeded, or as failed by an exception,
+    which is swallowed. A raised RetryLater lets it run again later. If the program itself must end
+    (KeyboardInterrupt, a cancelled coroutine), the job is given back and the exception propagates,
+    as does any exception after the job has ended. If middleware raises when it is entered, the job
+    ends in the same way, and the exception propagates.
 
-    The stream reports an end at once, but does not wait for it: if it comes too late, or is refused
-    because the claim was lost, this is logged. A job that is garbage-collected before it has ended
-    fails.
+    The stream reports an end at once, but does not wait for the answer: if the report comes too
+    late, or is refused because the claim was lost, this is logged. A job that is garbage-collected
+    before it has ended fails.
     """
 
     __slots__ = ("__weakref__", "_claim", "_dropped", "_inside", "_runner", "args")
@@ -56,7 +56,7 @@ class ClaimedJob(JobContext):
         super().__init__(claim.job.client, claim.job._row)
         self.steps = claim.job.steps
         self.args = args
-        # The worker's record of it, which also says whether to abort.
+        # The worker's record of the job, which also says whether to abort.
         self._claim = claim
         self._runner = runner
         # Alive until it has ended.
@@ -73,15 +73,16 @@ class ClaimedJob(JobContext):
         self._claim.job.check_abort()
 
     def succeed(self, result: object = None) -> None:
-        """End it as succeeded. If the result can't be stored, a note of that replaces it."""
+        """End the job as succeeded. If the result can't be stored, a note of that replaces it."""
         if isinstance(result, RetryLater):
-            raise TypeError("a RetryLater is for retry_later")
+            raise TypeError("a RetryLater is no result: pass it to retry_later")
         self._end(success(self._claim.job, RETRY_POLICY_ONLY, result))
 
     def fail(self, error: str | BaseException, decision: Decision | None = None) -> None:
-        """End it as failed: the retry policy, or the decision, says what follows.
+        """End the job as failed; the retry policy, or the decision, says what follows.
 
-        A text is stored as it is; of an exception, its type and message.
+        A text is stored as it is, an exception by its type and message. Raises TypeError for
+        anything else.
         """
         said = error if isinstance(error, str) else None
         if isinstance(error, str):
@@ -96,13 +97,13 @@ class ClaimedJob(JobContext):
         self._end(outcomes.with_steps(outcome, self.steps.take_kept()))
 
     def retry_later(self, asked: RetryLater) -> None:
-        """Let it be called again later; this is not a failure."""
+        """Let the job run again later. This is not a failure."""
         if not isinstance(asked, RetryLater):
             raise TypeError(f"asked must be a RetryLater, not {asked!r}")
         self._end(success(self._claim.job, RETRY_POLICY_ONLY, asked))
 
     def release(self) -> None:
-        """Give it back as if it had never been claimed."""
+        """Give the job back as if it had never been claimed."""
         outcome = outcomes.released(self.id, self.claim)
         self._end(outcomes.with_steps(outcome, self.steps.take_kept()))
 
@@ -167,9 +168,9 @@ class JobStream:
     and if a reader asks for the next job of a stream of one at a time before it has ended the last
     one.
 
-    Leaving the block gives back the jobs that were not handed out. Those that were handed out and
-    have not ended, fail. But if the program itself must end (KeyboardInterrupt, a cancelled
-    coroutine), they are given back too, and nothing is waited for longer than a moment.
+    Leaving the block gives back the jobs that were not handed out. Jobs that were handed out and
+    have not ended fail. But if the program itself must end (KeyboardInterrupt, a cancelled
+    coroutine), those are given back too, and the stream waits only a moment.
     """
 
     def __init__(

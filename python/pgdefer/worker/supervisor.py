@@ -90,13 +90,12 @@ class Supervisor:
     (`dead_after`, if that is longer) is replaced after a delay, which grows from 0.1 to 5 seconds
     until a process has lived for 30. One that stays for 30 seconds after its worker's end is
     killed. If a process fails before it has registered, all are ended if none has ever registered,
-    or if its exit code is in `fatal`. But if a signal has killed it, which says nothing about its
-    configuration, each is tried once more.
+    or if its exit code is in `fatal`. A signal that kills a process says nothing about its
+    configuration, so at first the process is replaced, as often as there are `processes`.
 
-    `command` is the command of a worker; `arguments` follow the options of its channel.
+    `command` starts a worker; the options of its channel are appended, then `arguments`.
 
-    `shutdown_timeout` is passed to the workers too; a process that runs 10 seconds longer is
-    killed.
+    The workers get `shutdown_timeout`, too; a process that runs 10 seconds longer is killed.
     """
 
     def __init__(
@@ -235,7 +234,7 @@ class WorkerProcess:
         self.beats = 0
         self._misses = misses
         self._missed = 0
-        # For how long after the end of its worker.
+        # For how many seconds it has stayed after the end of its worker.
         self._stayed = 0
         self._rest = b""
         self._loop = asyncio.get_running_loop()
@@ -286,7 +285,7 @@ class WorkerProcess:
         self._process.send_signal(number)
 
     def _on_told(self) -> None:
-        """Process its messages. It closes its end only by ending."""
+        """Process its messages. Its end of the channel closes only when it ends."""
         try:
             said = self._socket.recv(4096)
         except BlockingIOError:

@@ -19,7 +19,7 @@ log = logger("pgdefer.worker")
 # How long to wait, in seconds, after the system has refused a thread.
 AGAIN = 1.0
 
-# What was submitted, and the context of that.
+# A submitted function, with the context of the `submit`.
 _Work = tuple[contextvars.Context, Callable[[], Callable[[], None]]]
 
 
@@ -44,7 +44,7 @@ class Threads:
         self._is_called = False
         self._unfinished = 0
         self._threads = 0
-        # The system refuses threads: when to try again, and whether the log tells it already.
+        # If the system refuses threads: when to try again, and whether that was logged.
         self._again: asyncio.TimerHandle | None = None
         self._is_short = False
 
@@ -88,7 +88,7 @@ class Threads:
             context, work = item
             try:
                 then = work()
-            except BaseException:  # even so the others need this thread
+            except BaseException:  # the thread must go on: other work needs it
                 log.exception("a thread's work has failed")
                 then = _nothing
             self._done.append((context, then))

@@ -58,7 +58,7 @@ UNRUN = (types.CoroutineType, types.GeneratorType, types.AsyncGeneratorType)
 
 @contextlib.contextmanager
 def gives_back_if_late(job: JobContext) -> Iterator[None]:
-    """Have the job go back if its timeout passes in the block, where it waits for a connection."""
+    """Give the job back if its timeout passes in the block, where it waits for a connection."""
     try:
         yield
     except (asyncio.CancelledError, JobAborted, JobTimeout):
@@ -79,7 +79,7 @@ def check_has_run(result: object) -> object:
     """Return a handler's return value. Raises TypeError if its code has not run yet."""
     if isinstance(result, UNRUN):
         if isinstance(result, types.CoroutineType):
-            result.close()  # or Python complains that nobody awaits it
+            result.close()  # or Python would warn that it was never awaited
         raise TypeError(
             f"the task returned a {type(result).__name__}, whose code nobody runs: make the "
             "function, and each decorator below @app.task, an `async def` without `yield`"
@@ -128,9 +128,9 @@ def closed_if_busy(connection: Any) -> Iterator[None]:
 
 
 def check_can_end(connection: Any, driver: Any) -> None:
-    """Raise PgDeferError if the handler has left no transaction that its job could end in.
+    """Raise PgDeferError if the handler has left no transaction in which its job could end.
 
-    `driver` is the driver's connection. For its own ones, a library may begin a transaction only
+    `driver` is the driver's connection. If it is a library's, that may begin a transaction only
     with the next statement.
     """
     info = getattr(driver, "info", None)
@@ -186,8 +186,8 @@ def check_begins(connection: Any) -> None:
 class OwnPart:
     """The worker's part of a handler's transaction: BEGIN, the last statement and COMMIT.
 
-    Each has a time limit, as all calls of the worker have; if the server can't do one, that is not
-    the job's fault.
+    Each has a time limit, as all calls of the worker have. If the server can't do one of them, that
+    is not the job's fault.
     """
 
     def __init__(self) -> None:

@@ -13,16 +13,16 @@ __all__ = ["Turn", "Turnstile"]
 
 Turn = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 
-# Who takes longer than this, in seconds, no longer keeps others waiting.
+# How long one may keep others waiting, in seconds.
 PATIENCE = 1.0
 
 
 class Turnstile:
-    """Lets `most` at a time into a block, and `of_one` of those who go to the same server.
+    """Lets `most` workers at a time into a block, and `of_one` of those that go to one server.
 
-    A server that many workers reach at once answers all of them late. Those that have been in it
-    for a second don't count, so that one that does not answer keeps nobody waiting for long, and
-    those of other servers hardly at all.
+    A server that many workers reach at once answers all of them late. Workers that have been in the
+    block for a second no longer count. So a server that does not answer delays its other workers
+    only for that long, and those of other servers hardly at all.
     """
 
     def __init__(self, most: int, of_one: int) -> None:

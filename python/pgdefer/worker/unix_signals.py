@@ -63,7 +63,7 @@ def run_until_signal(run: _Run, on_left: Callable[[int], object]) -> None:
 def _run(
     runner: asyncio.Runner, work: Coroutine[Any, Any, None], workers: list[asyncio.Task[Any] | None]
 ) -> None:
-    """Run a worker to its end, also if a task that a handler has started interrupts the loop."""
+    """Run a worker to its end, even if a task that a handler has started interrupts the loop."""
     loop = runner.get_loop()
     run: Callable[[], None] = functools.partial(runner.run, work)
     while True:
@@ -122,18 +122,18 @@ class _Watch:
             threading.Thread(target=self._check, name="pgdefer-signals", daemon=True).start()
 
     def tell(self) -> None:
-        """Take in that a signal has come. Called where it interrupts the main thread."""
+        """Note that a signal has come. Called where the signal interrupts the main thread."""
         self._told += 1
         self._to_check.put(self._told)
 
     def hear(self) -> bool:
-        """Take in that the loop has heard of all signals; return whether of the first one."""
+        """Note that the loop has heard of all signals; return whether it had heard of none."""
         is_first = self._heard == 0
         self._heard = self._told
         return is_first
 
     def end(self) -> None:
-        """Call it no more."""
+        """Stop watching."""
         self._has_ended.set()
         self._to_check.put(0)
 
@@ -150,12 +150,13 @@ def signals(
     on_any: Callable[[], None] = _nothing,
     on_deaf: Callable[[], None] = _nothing,
 ) -> Iterator[None]:
-    """Call on SIGTERM, SIGINT and SIGHUP, and on SIGQUIT; only the main thread can.
+    """Call `on_stop` at SIGTERM, SIGINT and SIGHUP, and `on_quit` at SIGQUIT.
 
-    SIGHUP counts only as the first: where a terminal closes, both the kernel and a shell send it.
-    `on_any` is called before, at once: in the midst of what blocks the loop. `on_deaf` is called in
-    a thread if the loop has not heard of a signal after a second. At the end the program's own
-    handlers are put back.
+    Outside of the main thread, do nothing: only that can handle signals. SIGHUP counts only as the
+    first signal: when a terminal closes, both the kernel and a shell send it. `on_any` is called
+    first and at once, even while a handler blocks the loop. `on_deaf` is called in a thread if the
+    loop has not heard of a signal after a second. At the end the program's own handlers are put
+    back.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -78,8 +78,8 @@ class Shared:
 class Worker:
     """Runs an app's jobs, of the queues named (patterns too; None: all).
 
-    `WorkerOptions` says what else can be set. A worker lives until `stop`, whatever becomes of the
-    database meanwhile. An error that no waiting mends, such as missing rights, ends it with an
+    `WorkerOptions` says what else can be set. A worker runs until `stop`, even if the database is
+    down for a while. An error that waiting can't mend, such as missing rights, ends it with an
     exception. So does a first connection that is refused for its database, role or password, and an
     embedded server that can't be started when it is first needed.
     """
@@ -114,18 +114,18 @@ class Worker:
         self.drain = options.get("drain", False)
         self.prune_schedules = options.get("prune_schedules", False)
         self.http = options.get("http")
-        #: What answers there while it runs.
+        #: The server at that address, while the worker runs.
         self.probes: Probes | None = None
         self.register_schedules = options.get("register_schedules", True)
         self.jobs_per_process = options.get("jobs_per_process", JOBS_PER_PROCESS)
         #: The way to the supervisor, if one has started this worker.
         self.supervisor: SupervisorChannel | None = None
-        #: What runs all jobs, where they are not for their tasks' handlers.
+        #: The runner of all jobs, if their tasks' handlers are not to run them.
         self.only_runner: Runner | None = None
         #: What it shares with workers of other databases. Then it has one connection, and keeps
         #: none for handlers for long.
         self.shared: Shared | None = None
-        # Passed to connect, where others connect as well.
+        # Connecting waits here for its turn, where many workers connect at once.
         self.turnstile: Turn = contextlib.nullcontext
         self.state = WorkerState(options.get("max_jobs"))
         self._announcer = Announcer(app.hooks, app.meters)
@@ -166,11 +166,14 @@ class Worker:
     # Life
 
     def run(self) -> None:
-        """Run until SIGTERM, SIGINT or SIGHUP, then `stop`; at another, or SIGQUIT, end at once."""
+        """Run until a signal: `stop` at the first SIGTERM, SIGINT or SIGHUP.
+
+        At a second one, or at SIGQUIT, `stop_at_once`.
+        """
         run_until_signal(self.run_async, self.executor.note_unresponsive)
 
     async def run_async(self, *, handle_signals: bool = False) -> None:
-        """Run until `stop`. Cancelled, stop: at once, unless there is a `shutdown_timeout`."""
+        """Run until `stop`. If cancelled, stop first: at once, unless `shutdown_timeout` is set."""
         check_may_run(has_run=self._loop is not None)
         self.app.client.check_worker()
         self._loop = asyncio.get_running_loop()
@@ -188,7 +191,7 @@ class Worker:
             self.listener.hear,
             makes_batches=self.only_runner is None,
         )
-        # Until all is reported: a signal more must not kill it before.
+        # Signals are handled until all is reported: a further one must not kill the worker before.
         with self._on_signals() if handle_signals else contextlib.nullcontext():
             try:
                 if self.http is not None:
@@ -204,7 +207,7 @@ class Worker:
                 await run_shielded(self._end)
 
     async def _fetch_until_end(self) -> None:
-        """Fetch until the end. Cancelled, it stops first, if there is a time for that."""
+        """Fetch until the end. If cancelled, stop first, if there is a `shutdown_timeout`."""
         fetching = asyncio.ensure_future(self.fetcher.run())
         try:
             await asyncio.shield(fetching)
@@ -226,7 +229,7 @@ class Worker:
         return trouble is None, trouble or "ok"
 
     def trouble(self) -> str | None:
-        """Return why the worker gets no jobs, if so. May be called from any thread."""
+        """Return why the worker gets no jobs, or None. May be called from any thread."""
         if self.state.id is None or self.state.is_stopping:
             return "not registered, or stopping"
         if self.heartbeat.is_overdue:
@@ -234,7 +237,7 @@ class Worker:
         return None
 
     def _make_parts(self) -> None:
-        """Make what needs the running loop. Nothing connects yet."""
+        """Make the parts that need the running loop. Nothing connects yet."""
         client = self.app.client
         source = client.source
         assert self._loop is not None
@@ -296,7 +299,7 @@ class Worker:
         self._make_runners(self._loop)
 
     def _make_runners(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Make what runs handlers, and the connections that these get."""
+        """Make the runners, and the pools of connections for handlers."""
         source, shared = self.app.client.source, self.shared
         kept = 1 if shared else self.concurrency
         self._pool = SyncPool(source, kept)
@@ -317,7 +320,7 @@ class Worker:
             return self.only_runner
         task = claim.task
         if task is None:
-            # It may be a function of the database; if not, that sends the job back.
+            # The database may have a function for it; if not, it sends the job back.
             return self._function_runner
         if claim.batch is not None:
             return self._batch_runner
@@ -330,7 +333,7 @@ class Worker:
         return self._thread_runner
 
     def stop(self) -> None:
-        """Claim no more; end when the running jobs have, or after `shutdown_timeout` at once.
+        """Claim no more jobs, and end when the running ones end, at most after `shutdown_timeout`.
 
         May be called from any thread, as may `stop_at_once`.
         """
@@ -365,7 +368,7 @@ class Worker:
             self._loop.call_later(GRACE, self.executor.give_back_all)
 
     def rest(self) -> None:
-        """Close the connections and processes of handlers that are not in use."""
+        """Close idle connections and processes for handlers."""
         self._pool.close()
         self._async_pool.close_idle()
         self.app.client.close_idle()
@@ -376,13 +379,13 @@ class Worker:
         return self._thread not in (None, threading.get_ident())
 
     def _call_soon(self, function: Any, *args: Any) -> None:
-        """Call in the worker's loop; not at all where that has ended."""
+        """Call in the worker's loop, unless that has ended."""
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
     async def _end(self) -> None:
-        """Give back what runs, report and leave. Each part has a limit, and may be repeated."""
+        """Give back running jobs, report, leave. Each part has a limit, and may be repeated."""
         loop = asyncio.get_running_loop()
         end = loop.time() + GRACE
         while self.executor.running and (left := end - loop.time()) > 0:
