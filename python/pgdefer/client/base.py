@@ -110,7 +110,7 @@ class ClientBase:
         pools: Sequence[AnyPool] = (),
     ) -> None:
         self.source = source
-        #: The application's own pools, of which calls use connections; empty: own ones.
+        #: The application's own pools, from which calls borrow connections; empty: own connections.
         self.callers_pools = pools
         self.codec = Codec()
         #: Returns a job's headers, by its task's name.
@@ -137,7 +137,7 @@ class ClientBase:
         self.own_pool_async = AsyncPool(self.source, most=self._max_connections)
         self.pool: SyncPool | CallersPool = self.own_pool
         self.pool_async: AsyncPool | AsyncCallersPool = self.own_pool_async
-        # With one of the other kind alone, calls are refused: they would be beside the pool.
+        # If there is only a pool of the other kind, calls are refused: they must not bypass it.
         for pool in self.callers_pools:
             if is_pool(pool, "ConnectionPool") or len(self.callers_pools) == 1:
                 self.pool = CallersPool(pool)
@@ -152,14 +152,14 @@ class ClientBase:
             raise RuntimeError(self.stand_in.no_worker)
 
     def dumps_args(self, task: str, args: Mapping[str, Any] | None) -> str:
-        """Return the JSON of arguments by name, with the version that the task has here."""
+        """Return the JSON of arguments by name, with the task's version if it is not 1."""
         named = checked_mapping("args", {} if args is None else args)
         if (version := self.versions.get(task, 1)) > 1:
             named.setdefault(VERSION, version)
         return self.codec.dumps_args(named)
 
     def unregistered(self, names: Iterable[str]) -> dict[str, JobOptions]:
-        """Return the defaults of the known tasks that are not registered yet."""
+        """Return the defaults of those of these tasks that are defined here but not registered."""
         if not self._may_register:
             return {}
         return {

@@ -35,9 +35,9 @@ class ClientCalls(ClientBase):
         *,
         tasks: Iterable[str] = (),
     ) -> Rows:
-        """Run a statement, in the transaction of the caller's connection if there is one.
+        """Run a statement on the caller's connection, or on one of the client's; return its rows.
 
-        Before that, register these tasks, as far as they are defined here.
+        Before that, register those of `tasks` that are defined here and not registered yet.
         """
         check_given(connection)
         if self.stand_in is not None:
@@ -50,7 +50,7 @@ class ClientCalls(ClientBase):
     def transaction(self, *, callers: bool = True) -> Iterator[PsycopgConnection]:
         """Begin a transaction on a connection of its own; in a test, a savepoint on the test's.
 
-        Unless the block is of the caller's code, `callers` is false: see SyncPool.connection.
+        `callers` says whether the block runs the application's code: see SyncPool.connection.
         """
         with contextlib.ExitStack() as stack:
             if self.stand_in is not None:

@@ -34,9 +34,9 @@ class AsyncClientCalls(ClientBase):
         *,
         tasks: Iterable[str] = (),
     ) -> Rows:
-        """Run a statement, in the transaction of the caller's connection if there is one.
+        """Run a statement on the caller's connection, or on one of the client's; return its rows.
 
-        Before that, register these tasks, as far as they are defined here.
+        Before that, register those of `tasks` that are defined here and not registered yet.
         """
         check_given(connection)
         if self.stand_in is not None:
@@ -51,7 +51,7 @@ class AsyncClientCalls(ClientBase):
     ) -> AsyncIterator[AsyncPsycopgConnection]:
         """Begin a transaction on a connection of its own; in a test, a savepoint on the test's.
 
-        Unless the block is of the caller's code, `callers` is false: see SyncPool.connection.
+        `callers` says whether the block runs the application's code: see SyncPool.connection.
         """
         async with contextlib.AsyncExitStack() as stack:
             if self.stand_in is not None:

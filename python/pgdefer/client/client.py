@@ -55,7 +55,7 @@ class Client(ClientCalls, AsyncClientCalls):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Use this copy wherever its origin would be used, in this context."""
+        """Let this copy stand in for its origin in the block, in this thread or coroutine."""
         token = _entered.set(self)
         try:
             yield
@@ -76,14 +76,14 @@ class Client(ClientCalls, AsyncClientCalls):
         self.close()
 
     def close_idle(self) -> None:
-        """Close connections that are not in use. Nobody waits for a result meanwhile."""
+        """Close idle connections. Nobody must wait for a result meanwhile."""
         self.close()
         self.own_pool_async.close_idle()
         for waiter in list(self._waiters.values()):
             waiter.close()
 
     def result(self, id: int, timeout: float | dt.timedelta | None) -> Any:
-        """Wait until a job has succeeded, and return its result."""
+        """Wait until a job has succeeded, and return its result: see `App.result`."""
         if self.stand_in is not None:
             return self.stand_in.result(id)
         return wait(id, _seconds(timeout), self.waiting_pool, self.source, self.codec)
@@ -93,7 +93,7 @@ class Client(ClientCalls, AsyncClientCalls):
         id: int,
         timeout: float | dt.timedelta | None,  # noqa: ASYNC109
     ) -> Any:
-        """Wait until a job has succeeded, and return its result."""
+        """Wait until a job has succeeded, and return its result: see `App.result`."""
         if self.stand_in is not None:
             return await self.stand_in.result_async(id)
         loop = asyncio.get_running_loop()
@@ -118,6 +118,6 @@ _entered: contextvars.ContextVar[Client | None] = contextvars.ContextVar("client
 
 
 def client_here(client: Client) -> Client:
-    """Return the client that stands for this one here: in a handler, that of its job's database."""
+    """Return the client that stands in for this one: in a handler, that of its job's database."""
     entered = _entered.get()
     return entered if entered is not None and entered.origin is client else client

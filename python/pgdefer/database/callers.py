@@ -83,9 +83,9 @@ OWN: Any = _Own.OWN
 
 
 def check_given(connection: CallersConnection) -> None:
-    """Raise TypeError if a connection is None, as a library's that has not connected yet may be.
+    """Raise TypeError if a connection is None, as it may be before a library has connected.
 
-    Otherwise the call would silently have a transaction of its own.
+    Otherwise the call would silently get a transaction of its own.
     """
     if connection is None:
         raise TypeError(
@@ -129,7 +129,7 @@ def is_pool(connection: object, *names: str) -> bool:
 
 @contextlib.contextmanager
 def untaken(pool: Any) -> Iterator[None]:
-    """Let the error of a pool that lends no connection say what to do."""
+    """Make the errors of a pool that lends no connection say what to do."""
     import psycopg_pool  # noqa: PLC0415 (optional; it is loaded, because there is a pool)
 
     try:
@@ -157,7 +157,7 @@ def rows_on_django(connection: Any, statement: Statement, parameters: Mapping[st
     if getattr(connection, "vendor", None) != "postgresql":
         raise TypeError(f"the queue is in PostgreSQL, and this connection is not: {connection!r}")
     with connection.cursor() as cursor:
-        # Django has its connections load JSON as text, and some times not at all.
+        # Django makes its connections load JSON as text, and refuse some times.
         adapt(cursor.adapters)
         cursor.adapters.register_loader("jsonb", _TextJson)
         cursor.execute(statement.psycopg.decode(), dict(parameters))
@@ -176,7 +176,7 @@ async def rows_on_django_async(
 
 
 def unfit(connection: object) -> str:
-    """Return the error that says why a connection can't be used."""
+    """Return the error message that says why a connection can't be used."""
     if is_pool(connection, "AsyncConnectionPool"):
         return (
             "this call is synchronous, and its pool is an AsyncConnectionPool: await the function "

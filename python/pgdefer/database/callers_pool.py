@@ -26,9 +26,9 @@ class CallersPool:
     def connection(self, *, waits: bool = True, undo: bool = False) -> Iterator[PsycopgConnection]:
         """Lend a connection; its transaction, if it has begun one, commits at the end.
 
-        `waits` and `undo` have no effect: how long it waits, and what its sessions keep, is for the
-        application to decide.
-        Raises TypeError for a pool of the other kind, the pool's own errors if it lends none.
+        `waits` and `undo` have no effect: the application decides how long its pool waits, and what
+        its sessions keep. Raises TypeError for a pool of the other kind, and the pool's own errors
+        if it lends none.
         """
         del waits, undo
         if not is_pool(self._pool, "ConnectionPool"):

@@ -27,9 +27,9 @@ class AsyncCallersPool:
     ) -> AsyncIterator[AsyncPsycopgConnection]:
         """Lend a connection; its transaction, if it has begun one, commits at the end.
 
-        `waits` and `undo` have no effect: how long it waits, and what its sessions keep, is for the
-        application to decide.
-        Raises TypeError for a pool of the other kind, the pool's own errors if it lends none.
+        `waits` and `undo` have no effect: the application decides how long its pool waits, and what
+        its sessions keep. Raises TypeError for a pool of the other kind, and the pool's own errors
+        if it lends none.
         """
         del waits, undo
         if not is_pool(self._pool, "AsyncConnectionPool"):

@@ -32,7 +32,7 @@ class ConnectionLost(Exception):  # noqa: N818
 
     @property
     def lasting_cause(self) -> BaseException | None:
-        """What kept it from opening, if waiting won't mend that: a DSN, or no database's error."""
+        """The error that waiting can't mend, such as a malformed DSN; None if it may pass."""
         cause = self.__cause__
         if isinstance(cause, psycopg.ProgrammingError):
             return cause
@@ -53,10 +53,10 @@ class Connection:
         self._connection: AsyncPsycopgConnection | None = None
         self._encoding = "UTF8"
         self._cursor: psycopg.AsyncCursor[tuple[Any, ...]] | None = None
-        # The session's number; that of a call without an answer, which may still work on it.
+        # The session's pid; and the pid of a session that may still work on an unanswered call.
         self._session = 0
         self._left: int | None = None
-        # Two that open at once would each connect, and one would listen where nobody hears.
+        # Two callers at once would each connect, and one would listen where nobody hears it.
         self._opening = asyncio.Lock()
 
     async def open(self) -> AsyncPsycopgConnection:
@@ -98,7 +98,7 @@ class Connection:
                         "the server still works on the last call, or a standby has not confirmed it"
                     )
             except BaseException as error:
-                # What else the server refuses, it refuses to the next call, too.
+                # If the server refuses the question itself, the connection may still be used.
                 if not isinstance(error, psycopg.Error) or is_lost(error):
                     close_now(connection)
                     raise
@@ -124,7 +124,7 @@ class Connection:
 
     @contextlib.asynccontextmanager
     async def lend(self) -> AsyncIterator[AsyncPsycopgConnection]:
-        """Lend the connection for a call of another kind. Raises as `call`."""
+        """Lend the connection for calls that `call` can't make. Raises as `call`."""
         connection = await self.open()
         with self._guarded(connection):
             yield connection
@@ -137,7 +137,7 @@ class Connection:
         try:
             yield
         except (psycopg.Error, OSError) as error:
-            # A server that only reads is of no use: the DSN may name another one.
+            # A read-only server is of no use: the DSN may name another one.
             if connection.closed or is_lost(error) or sqlstate_of(error) == "25006":
                 self.close()
                 self._left = session
@@ -205,7 +205,7 @@ class NotifyConnection(Connection):
             self._descriptor = None
         if on and self._connection is not None:
             self._descriptor = self._connection.pgconn.socket
-            # The loop must not keep what nobody uses any more.
+            # A weak reference, so that the loop does not keep this object alive.
             loop.add_reader(self._descriptor, _call, weakref.WeakMethod(self._readable))
 
     def hear(self) -> None:

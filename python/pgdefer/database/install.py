@@ -162,7 +162,7 @@ def _make_extension(connection: psycopg.Connection[Any], *, is_created: bool) ->
 
 
 def _patiently(connection: psycopg.Connection[Any], action: Callable[[], object]) -> None:
-    """Try again if two installers run at once: CREATE does not wait for the other one's."""
+    """Try again if another installer runs at the same time: CREATE does not wait for it."""
     for patience in (0.2, 0.5, 1.0, 2.0, None):
         try:
             action()

@@ -1,6 +1,6 @@
-"""Calls in threads of their own: the event loop's default executor is the handlers'.
+"""Calls in threads of their own, because handlers may fill the event loop's default executor.
 
-And whether this thread runs an event loop, perhaps that of a worker.
+Also tells whether this thread runs an event loop, perhaps that of a worker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _loop: contextvars.ContextVar[asyncio.AbstractEventLoop | None] = contextvars.Co
 def has_running_loop() -> bool:
     """Whether this thread runs an event loop.
 
-    Code in an `except RuntimeError` would give each of its own errors that one as the context.
+    A function of its own: errors raised within an `except RuntimeError` would get that one as their
+    context.
     """
     try:
         asyncio.get_running_loop()
@@ -36,7 +37,7 @@ def has_running_loop() -> bool:
 
 
 def enter_coroutine() -> None:
-    """Note that this context is a handler's that runs in the event loop of its worker."""
+    """Note that code in this context is a handler that runs in its worker's event loop."""
     _loop.set(asyncio.get_running_loop())
 
 
@@ -46,10 +47,10 @@ def blocks_worker() -> bool:
 
 
 async def in_own_thread(function: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """Call a function in a thread, and return what it returns, or raise what it raises.
+    """Call a function in a thread of its own, and return what it returns, or raise what it raises.
 
-    asyncio.to_thread would wait for handlers that fill the default executor, perhaps for ever. And
-    this thread does not keep the process alive.
+    asyncio.to_thread would wait for handlers that fill the default executor, perhaps forever. Nor
+    does this thread keep the process alive.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()

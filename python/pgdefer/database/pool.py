@@ -47,7 +47,7 @@ def is_usable(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
 
 
 def _is_unchanged(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
-    """Whether the next borrower's transactions are as usual: without autocommit none would end."""
+    """Whether the next borrower's transactions are as usual. Without autocommit none would end."""
     return (
         connection.autocommit
         and connection.read_only is None
@@ -60,7 +60,7 @@ _NAMES = "row_factory cursor_factory server_cursor_factory prepare_threshold pre
 
 
 def _set_on(connection: Any) -> dict[str, Any]:
-    """Return what a block may set on a connection, beside its session; `_put_back` sets it back."""
+    """Return what a block may set on a connection object; `_put_back` restores it."""
     return {
         **{name: getattr(connection, name) for name in _NAMES},
         "_adapters": AdaptersMap(connection.adapters),
@@ -79,9 +79,10 @@ _UNDO_TIMEOUT = 5.0
 
 
 def _begin_undo(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
-    """Send UNDO, whose answer is read when the connection is lent again; return whether it could.
+    """Send UNDO; return whether that was possible.
 
-    So nobody waits for it: another call per job would slow transactional jobs down.
+    The answer is read when the connection is lent again, so nobody waits for it: another round trip
+    for each job would slow transactional jobs down.
     """
     try:
         connection.pgconn.send_query(sql.UNDO.psycopg)
@@ -91,7 +92,7 @@ def _begin_undo(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[An
 
 
 def _is_undoing(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
-    """Whether the whole answer to UNDO has not come yet; an idle connection awaits no other.
+    """Whether the answer to UNDO is still incomplete. An idle connection awaits no other answer.
 
     Raises psycopg's error if the connection is lost, or if UNDO has failed.
     """
@@ -143,20 +144,20 @@ async def _undone_async(connection: psycopg.AsyncConnection[Any], end: float) ->
     return True
 
 
-# Once spare connections have been closed, their sessions take a moment to end. For how long a call
-# that the server refuses tries again meanwhile, and how often, in seconds.
+# Once spare connections have been closed, their sessions take a moment to end. Meanwhile, a call
+# that the server refuses tries again: for how long, and how often, in seconds.
 _MAKING_ROOM, _PAUSE = 1.0, 0.02
 
 
 class _Spare:
-    """The idle connections of a process beyond those that each of its pools keeps, for a moment.
+    """Keeps a process's idle connections for a moment, beyond those that each pool keeps.
 
-    So calls that follow each other, many at once, need not open one each, which takes as long as
-    many calls. There are few for all pools, so that others can connect to the server.
+    In a burst, calls then need not each open a connection, which takes as long as many calls. They
+    are few for all pools together, so that others can connect to the server.
     """
 
     MOST = 20
-    #: In seconds. A connection is closed after it, and before twice the time.
+    #: In seconds. A connection is closed after this time, and before twice this time.
     REST = 1.0
 
     def __init__(self) -> None:
@@ -171,7 +172,7 @@ class _Spare:
         self._emptied_at = -math.inf
 
     def _start_again(self) -> None:
-        self._forked.append(self._items)  # neither used nor closed, which would end the parent's
+        self._forked.append(self._items)  # kept, as closing them would end the parent's sessions
         self._start()
 
     def put(self, pool: _Idle, connection: Any) -> None:
@@ -191,7 +192,7 @@ class _Spare:
         return None
 
     def close(self, pool: _Idle) -> None:
-        """Close those of a pool."""
+        """Close the spare connections of a pool."""
         with self._lock:
             closed = [item for item in self._items if item[0] is pool]
             self._items = [item for item in self._items if item[0] is not pool]
@@ -236,8 +237,8 @@ _SPARE = _Spare()
 class _Idle:
     """A pool's open connections that are not in use; the last one in is the first one out.
 
-    Beyond `kept` they are spare. A process that was forked from theirs must neither use nor close
-    them.
+    Those beyond `kept` are spare. A forked process must neither use nor close the connections of
+    its parent.
     """
 
     def __init__(self, kept: int) -> None:
@@ -306,15 +307,16 @@ class _Idle:
             close_now(self.items.pop())
 
     def __del__(self) -> None:
-        # Spare connections refer to it, so none is left, and this needs no lock, which the thread
-        # may hold.
+        # Spare connections refer to this object, so there are none, and no lock is needed: this
+        # thread may hold it.
         self._close_kept()
 
 
 class SyncPool:
-    """Connections for synchronous calls, from any thread; `most` at once (None: no limit).
+    """Connections for synchronous calls, from any thread.
 
-    Those lent without waiting are not counted. `kept` stay open while they are not in use.
+    At most `most` are lent at once (None: no limit), not counting those lent without waiting. At
+    most `kept` idle ones stay open.
     """
 
     def __init__(self, source: Source, kept: int = 4, most: int | None = None) -> None:
@@ -332,12 +334,12 @@ class SyncPool:
 
     @contextlib.contextmanager
     def connection(self, *, waits: bool = True, undo: bool = False) -> Iterator[PsycopgConnection]:
-        """Lend a connection; if `most` are lent, wait for one.
+        """Lend a connection; with `waits`, wait for one if `most` are lent.
 
-        Blocks of the application's code do not wait, nor do calls for one: calls in such blocks
-        would wait for each other's connections, forever. With `undo` the next borrower finds
-        nothing of what the block has left on it, but prepared statements. Behind pgbouncer that is
-        impossible of what is left in the session: it may be another one.
+        Blocks that run the application's code must not wait, or their calls could wait for each
+        other's connections forever. With `undo`, the next borrower finds nothing that the block has
+        left on the connection, except prepared statements. Behind pgbouncer, what is left in the
+        session can't be undone: the next statement may reach another session.
         """
         if not self._idle.is_here:
             self._inherited.append(self._idle)
@@ -350,7 +352,7 @@ class SyncPool:
                 before = _set_on(connection) if undo else before
                 yield connection
             except psycopg.errors.ReadOnlySqlTransaction:
-                connection.close()  # new ones may be to another server of the DSN, which writes
+                connection.close()  # new ones may lead to another server of the DSN, the primary
                 self.close()
                 raise
             finally:
@@ -396,7 +398,7 @@ class AsyncPool:
         """Lend a connection: as SyncPool."""
         loop = asyncio.get_running_loop()
         if loop not in self._loops or not self._loops[loop][0].is_here:
-            # A semaphore that was waited for keeps its loop, and so its entry.
+            # A semaphore keeps a reference to the loop in which somebody waited for it.
             for other in self._known_loops():
                 if other.is_closed():
                     self._drop(other)
@@ -443,7 +445,7 @@ class AsyncPool:
         self._drop(asyncio.get_running_loop())
 
     def _known_loops(self) -> list[asyncio.AbstractEventLoop]:
-        # By the references: other threads' loops come and go meanwhile.
+        # Not over the dict itself: other threads' loops come and go meanwhile.
         loops = [reference() for reference in self._loops.keyrefs()]
         return [loop for loop in loops if loop is not None]
 

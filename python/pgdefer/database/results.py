@@ -34,7 +34,7 @@ T = TypeVar("T")
 POLL_FIRST, POLL_LAST = 0.02, 1.0
 # How long to wait for an answer about a late job, in seconds.
 ANSWER_TIME = 1.0
-# Timers have a limit; longer waits than this are cut to it.
+# Timers have a limit, so longer waits are cut to this, in seconds.
 YEAR = 3e7
 # The questions about a late job; not every role may ask why.
 LATE = (sql.STATE, sql.WHY)
@@ -51,7 +51,7 @@ def _has_succeeded(id: int, row: Sequence[Any]) -> bool:
 
 
 def _late(id: int, timeout: float | None, found: Sequence[str]) -> TimeoutError:
-    """Return the error; `found`: the answer to LATE, if there was one."""
+    """Return the error for a job that is late; `found` are the answers to LATE."""
     said = f": {', '.join(found)}" if found else ""
     return TimeoutError(f"job {id} has not finished within {timeout:g} s{said}")
 
@@ -109,7 +109,7 @@ def _wait(
         wait_for = min(wait_for, end - time.monotonic())
         if wait_for <= 0:
             return None
-        if blocks_worker():  # which may be the only one that can run the job
+        if blocks_worker():  # this worker may be the only one that can run the job
             raise RuntimeError(
                 "result() would block the worker's event loop: await result_async(...), or"
                 " current_job().call_async(...)"
@@ -189,7 +189,7 @@ class Waiter(NotifyConnection):
     async def _last_look(self, id: int, timeout: float | None) -> str | None:  # noqa: ASYNC109
         """Return the stored result if it is there by now; else ask why the job is late.
 
-        Gives up soon. Raises TimeoutError.
+        Waits at most ANSWER_TIME. Raises TimeoutError, or as `_has_succeeded`.
         """
         found: list[str] = []
         cause: BaseException | None = None
@@ -249,7 +249,7 @@ class Waiter(NotifyConnection):
         return await self._to_its_end(self.exchange(statement, **parameters))
 
     async def _to_its_end(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run it to its end, even if the waiting task is cancelled."""
+        """Run a coroutine to its end, even if the waiting task is cancelled."""
         asking = asyncio.create_task(coroutine)
         self._asking.add(asking)
         asking.add_done_callback(self._asking.discard)
@@ -283,7 +283,7 @@ class Waiter(NotifyConnection):
                 event.set()
 
     def __del__(self) -> None:
-        # In a process that was forked from the connection's, it is still the other one's.
+        # In a forked process, the connection is still that of its parent.
         if self._connection is None or self._pid != os.getpid():
             return
         if self._loop is None or self._descriptor is None:

@@ -52,11 +52,11 @@ PsycopgConnection = psycopg.Connection[tuple[Any, ...]]
 
 log = logger("pgdefer")
 
-# The environment variable with the DSN of every part that is given none.
+# The environment variable whose DSN counts wherever none is given.
 DSN = "PGDEFER_DSN"
 # libpq's environment variables that name a database.
 LOCATING = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE")
-# What of a DSN says which database it is.
+# The parts of a DSN that say which database it is.
 PLACE = ("service", "host", "hostaddr", "port", "dbname")
 
 # With these a dead peer is noticed within half a minute, whatever the system's limits.
@@ -78,7 +78,7 @@ _LIBPQ = frozenset(option.keyword.decode() for option in psycopg.pq.Conninfo.get
 
 @contextlib.contextmanager
 def _connecting() -> Iterator[None]:
-    """Mark the errors of connections that were not made: no call can have been made by them."""
+    """Mark the errors of failed connects: with them it is certain that no call has been made."""
     try:
         yield
     except psycopg.OperationalError as error:
@@ -124,12 +124,12 @@ class _BinaryJson(Loader):
 class Source:
     """A DSN, libpq's environment variables, or the embedded server; `kind` says which.
 
-    If no DSN is given, that of PGDEFER_DSN counts. Without one and without any of libpq's variables
-    it is the embedded server, unless `embedded` is False: then libpq's own defaults count. That
-    server is started, and the queue is installed there, when first needed.
+    If no DSN is given, that of PGDEFER_DSN counts. Without that and without any of libpq's
+    variables, the source is the embedded server; if `embedded` is False, libpq's defaults count
+    instead. The embedded server is started, and the queue is installed on it, when first needed.
 
-    Behind pgbouncer in transaction mode LISTEN does not work: `listen_dsn` then leads to the same
-    database directly.
+    Behind pgbouncer in transaction mode, LISTEN does not work. Then `listen_dsn` may lead to the
+    same database directly.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Source:
             raise ValueError("give a DSN or embedded=True, not both")
         if dsn is None and not embedded:
             dsn = os.environ.get(DSN) or None
-        # False if the embedded server is used only because no other is named.
+        # False if the embedded server is used only because nothing names another one.
         is_chosen = dsn is not None or embedded is not None
         self.is_chosen = is_chosen or any(map(os.environ.get, LOCATING))
         if dsn is not None:
@@ -272,7 +272,7 @@ def _no_text(name: str, given: object) -> TypeError:
 
 
 def _check(dsn: str) -> None:
-    """Raise InvalidParameter for a malformed DSN. The error does not quote it: it has secrets."""
+    """Raise InvalidParameter for a malformed DSN. The error does not quote it: it may be secret."""
     try:
         named = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError:
@@ -289,7 +289,7 @@ def _check(dsn: str) -> None:
 
 
 def adapt(adapters: AdaptersMap) -> None:
-    """Have it load moments that a datetime can't hold, such as infinity."""
+    """Make connections load moments that a datetime can't hold, such as infinity: see FIRST."""
     for loader in (_TextTime, _BinaryTime):
         adapters.register_loader("timestamptz", loader)
 

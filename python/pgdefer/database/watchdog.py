@@ -20,10 +20,11 @@ CALL_TIMEOUT = 20.0
 
 
 def cut(connection: Any) -> None:
-    """Make a wait for an answer fail because the connection is lost; from any thread.
+    """Cut a connection, so that a wait for an answer on it fails. May be called from any thread.
 
     Cancelling would not do: psycopg would spend a long time cancelling the statement. The
-    connection belongs to psycopg, or to a driver with a file descriptor, or a transport as asyncpg.
+    connection is psycopg's, or another driver's with a file descriptor, or with a transport, as
+    asyncpg's.
     """
     with contextlib.suppress(Exception):
         if not hasattr(connection, "fileno"):
@@ -36,10 +37,10 @@ class Watchdog:
     """Cuts connections whose time is over, from a thread of its own; for calls that block."""
 
     def __init__(self) -> None:
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
-        """Forget all connections: in a forked process they are the other one's."""
+    def reset(self) -> None:
+        """Forget all connections: in a forked process they are those of its parent."""
         self._deadlines: dict[object, tuple[float, Any]] = {}
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -54,7 +55,7 @@ class Watchdog:
             stop()
 
     def begin(self, connection: Any) -> Callable[[], None]:
-        """Cut the connection after CALL_TIMEOUT, unless the returned function is called before."""
+        """Cut the connection after CALL_TIMEOUT, unless the returned function is called first."""
         key = object()
         with self._changed:
             self._deadlines[key] = time.monotonic() + CALL_TIMEOUT, connection
@@ -84,4 +85,4 @@ class Watchdog:
 #: The watchdog of this process.
 watchdog = Watchdog()
 if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=watchdog.begin_anew)
+    os.register_at_fork(after_in_child=watchdog.reset)
