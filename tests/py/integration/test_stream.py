@@ -221,7 +221,7 @@ def test_what_cannot_be_an_end(app: App, jobs: Jobs) -> None:
                 job.fail(nothing)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"must be a Decision\(\.\.\.\) or None, not 5"):
             job.fail("no", 5)  # type: ignore[arg-type]
-        with pytest.raises(TypeError, match="for retry_later"):
+        with pytest.raises(TypeError, match="pass it to retry_later"):
             job.succeed(RetryLater())
         job.release()
         with pytest.raises(PgDeferError, match="was ended before"), job:
