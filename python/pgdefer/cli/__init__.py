@@ -88,7 +88,7 @@ def main() -> None:
 
 
 def _leave_out_others(words: list[str]) -> None:
-    """Keep only the command that is called: to build all takes as long as to import them."""
+    """Keep only the command that is called: building all takes as long as importing them."""
     groups = [group for group in cli.registered_groups if group.name in words]
     commands = [
         command

@@ -50,7 +50,7 @@ from pgdefer.errors import (
 
 
 class Program(typer.core.TyperGroup):
-    """The program: of a command that only its groups have, it says which do."""
+    """The program. For an unknown command that some groups have, it names these groups."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command of the first argument."""
@@ -161,7 +161,7 @@ def dsn_file(text: str) -> Any:
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
-# JSON with more levels is shown as text: what shows a value calls itself for each.
+# JSON with more levels is shown as text: showing it recurses once for each level.
 LEVELS = 100
 # The longest time between queries, in seconds: a day.
 LONGEST = 86_400
@@ -292,7 +292,7 @@ class Session:
 
 @contextlib.contextmanager
 def _misread(values: Mapping[str, Any]) -> Iterator[None]:
-    """Name the option whose value the database could not read, or the text that can't be sent."""
+    """Make errors name the option that the database can't read, or the text that can't be sent."""
     try:
         yield
     except UnicodeEncodeError as error:
@@ -314,10 +314,10 @@ def _misread(values: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def typed(names: Mapping[str, str]) -> Iterator[None]:
-    """Let the database's refusals in the block name what the user has typed.
+    """Make the database's refusals in the block name what the user has typed.
 
-    The names of arguments in such messages and hints have those of options in their places, but for
-    a hint that lists the keys of JSON.
+    The names of options replace those of arguments in messages and hints, except in a hint that
+    lists the keys of JSON.
     """
     try:
         yield
@@ -332,7 +332,7 @@ def typed(names: Mapping[str, str]) -> Iterator[None]:
 
 
 def _renamed(text: str, names: Mapping[str, str]) -> str:
-    """Return a text with other names for those that are not in quotes."""
+    """Return a text with these names replaced, except within quotes."""
     if not names:
         return text
     either = "|".join(map(re.escape, names))
@@ -368,9 +368,10 @@ def connect(dsn: str | None) -> psycopg.Connection[Any]:
 
 
 def _set_styles(connection: psycopg.Connection[Any]) -> None:
-    """Have times and intervals as this module's loaders read them.
+    """Let the server write times and intervals as this module's loaders read them.
 
-    It sets nothing that is so already: pgbouncer below 1.20 would leave it to the next client.
+    What is set so already is not set again: pgbouncer below 1.20 would pass it on to the next
+    client.
     """
     of = connection.info.parameter_status
     if of("IntervalStyle") != "postgres" or not (of("DateStyle") or "").startswith("ISO"):
@@ -378,9 +379,9 @@ def _set_styles(connection: psycopg.Connection[Any]) -> None:
 
 
 def _set_zone(connection: psycopg.Connection[Any]) -> None:
-    """Have times that are typed in read in this machine's zone, and times shown in it.
+    """Let the server read and write times in this machine's time zone.
 
-    Where the server does not know that zone, both are in the session's.
+    If the server does not know that zone, the session's own remains.
     """
     zone = _zone()
     if zone is not None and zone != connection.info.parameter_status("TimeZone"):
@@ -408,7 +409,7 @@ _ASK_THE_OWNER = "The owner grants access: queue.grant_access."
 
 @contextlib.contextmanager
 def reported(forbidden: str = _ASK_THE_OWNER) -> Iterator[None]:
-    """Turn errors into one line and an exit code; `forbidden` says what to do without a right."""
+    """Turn errors into one line and an exit code; `forbidden` is the hint if a right is missing."""
     from pgdefer.database.embedded import ServerError  # noqa: PLC0415 (not on every system)
 
     try:
@@ -418,7 +419,7 @@ def reported(forbidden: str = _ASK_THE_OWNER) -> Iterator[None]:
 
 
 def explained(error: Exception, forbidden: str = _ASK_THE_OWNER) -> tuple[Exit, str]:
-    """Return the exit code and the message for an error of the database, or of the way to it."""
+    """Return the exit code and the message for an error of the database or its connection."""
     if isinstance(error, PgDeferError):
         return _explained(error)
     if not isinstance(error, psycopg.Error):
@@ -459,19 +460,19 @@ def fail(code: Exit, message: str) -> NoReturn:
 
 
 def check_one_place(dsn: str | list[str] | None, file: Path | None) -> None:
-    """Refuse --dsn beside --dsns; the database that the environment names is no --dsn."""
+    """Refuse --dsn together with --dsns. A database named by the environment is no --dsn."""
     if file is not None and dsn and dsn != os.environ.get("PGDEFER_DSN"):
         fail(Exit.USAGE, "give --dsn or --dsns, not both.")
 
 
 def say(message: str) -> None:
-    """Print a message about a failure, with its control characters escaped."""
+    """Print a message about a failure to stderr, with control characters escaped."""
     text = "\n".join(map(escaped, f"pgdefer: {message}".split("\n")))
     err.print(Text(text, style="red"), soft_wrap=True)
 
 
 def fail_for_missing(kind: str, name: str | int) -> NoReturn:
-    """Print that there is no such thing, as the database says it, and exit."""
+    """Say that there is no such thing, in the database's words, and exit."""
     if kind == "job":
         fail(*explained(JobNotFound("job not found", detail=f"id: {name}", hint=_NO_JOB)))
     hint = f"queue.{kind}s lists them."
@@ -496,7 +497,7 @@ def confirm(question: str, *, yes: bool, dry_run: bool = False) -> None:
 
 
 def end_of(rows: Sequence[Mapping[str, Any]]) -> Exit:
-    """Return the exit code of a call on many jobs: all done, none for one reason, or in part."""
+    """Return the exit code of a call on many jobs: all done, one reason for none, or partly."""
     errors = {row["error"] for row in rows}
     if errors <= {None}:
         return Exit.DONE

@@ -286,7 +286,7 @@ def _change(
 ) -> None:
     """Call a function on many jobs, print each outcome, and exit accordingly.
 
-    `names` are those of its arguments as the user has typed them, for refusals.
+    `names` says what the user has typed for an argument that a refusal names: see `typed`.
     """
     ids = list(dict.fromkeys(parameters["ids"]))
     rows = Rows([])

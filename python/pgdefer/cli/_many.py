@@ -62,7 +62,7 @@ class Databases:
 class _Many(Databases):
     """Databases that are asked at the same time. One that fails is not asked again.
 
-    In threads that nobody waits for: a server that has stopped never answers.
+    Each is asked in a thread that nobody waits for: a stopped server never answers.
     """
 
     def __init__(self, databases: list[Database], patience: float | None, *, as_json: bool) -> None:
@@ -131,8 +131,8 @@ def databases(
 ) -> Iterator[Databases]:
     """Provide the database, or those of a file.
 
-    Of these, those that fail, or do not answer in time, are named in the end, and the command exits
-    with 13; so it does if a line of the file can't be read, which the log names.
+    Databases of a file that fail, or do not answer in time, are named at the end, and the command
+    exits with 13. It also does so if a line of the file can't be read; the log names the line.
     """
     if file is None:
         with session(dsn, as_json=as_json) as on:

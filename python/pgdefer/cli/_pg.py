@@ -51,10 +51,10 @@ def restore(yes: Yes = False, dsn: DSN = None) -> None:
 
 
 def _run(name: str, arguments: list[str], dsn: str | None, may: Statement) -> None:
-    """Become one of PostgreSQL's programs, of a version that fits the server.
+    """Run one of PostgreSQL's programs, of a version that fits the server, in place of this one.
 
-    `may` asks for what this role must not read or write, and so can't: the program's own exit code
-    does not tell.
+    Before that, `may` asks what this role has no right to read or write: the program's own exit
+    code would not tell.
     """
     with reported("Run it as the owner of the queue."):
         source = Source(dsn)

@@ -19,7 +19,7 @@ from ._base import DSN, Exit, fail, out, reported
 from ._pg import find_program, without_password
 
 SHORTCUTS = Path(__file__).with_name("psqlrc")
-# The server adds to each error of PL/pgSQL the lines of functions that it came through, and only
+# To each error of PL/pgSQL, the server adds the functions and lines that it passed through. Only
 # the client can leave them out. The user's own file may show them again, and so does \errverbose.
 QUIET_ERRORS = "\\set SHOW_CONTEXT never\n"
 

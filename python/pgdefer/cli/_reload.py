@@ -13,15 +13,16 @@ from pathlib import Path
 
 from ._base import Exit, fail
 
-# How long the jobs that run may take to end, in seconds, and the worker itself after that.
+# How long running jobs may take to end, in seconds; the worker itself may take as long after that.
 PATIENCE = 3.0
 MARGIN = 10
 
 
 def run_and_reload(shutdown_timeout: float | None, *, is_plain: bool) -> int:
-    """Run this command in a process, and restart it when a Python file below this folder changes.
+    """Run this command in a process; restart it when a Python file below this folder changes.
 
-    If a worker has ended because its code could not be imported, the next change restarts it.
+    Also a worker that has ended, because its code could not be imported, starts again at the next
+    change. Return the exit code.
     """
     if not is_plain:
         fail(Exit.USAGE, "--reload can't be combined with --processes, --drain or --max-jobs.")
@@ -29,7 +30,7 @@ def run_and_reload(shutdown_timeout: float | None, *, is_plain: bool) -> int:
         from watchfiles import PythonFilter, run_process  # noqa: PLC0415
     except ImportError:
         fail(Exit.USAGE, "--reload needs watchfiles: pip install 'pgdefer[reload]'")
-    logging.getLogger("watchfiles").setLevel(logging.ERROR)  # it tells each signal
+    logging.getLogger("watchfiles").setLevel(logging.ERROR)  # it logs each signal
     arguments = [word for word in sys.argv[1:] if word != "--reload"]
     if shutdown_timeout is None:
         shutdown_timeout = PATIENCE

@@ -327,14 +327,14 @@ def print_json(texts: Sequence[str]) -> None:
 
 
 def write(text: str) -> None:
-    """Print JSON or another text for programs, unchanged as far as stdout's encoding has it."""
+    """Print text for programs, unchanged except for what stdout's encoding lacks."""
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "pgdefer.json").decode(encoding) + "\n")
     sys.stdout.flush()
 
 
 def _as_json(error: UnicodeError) -> tuple[str, int]:
-    """Return the JSON escapes of what an encoding does not have."""
+    """Return the JSON escapes of the characters that an encoding lacks."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     return json.dumps(error.object[error.start : error.end])[1:-1], error.end
@@ -353,13 +353,13 @@ def write_raw(values: Sequence[str | bytes]) -> None:
 
 
 def given(text: str) -> str:
-    """Return the text of an argument; - stands for that of stdin."""
+    """Return the text of an argument; - stands for the text on stdin."""
     if text != "-":
         return text
     if sys.stdin is None:
         fail(Exit.USAGE, "- reads stdin, which is closed")
     try:
-        # not by stdin itself: in the locale C it lets everything pass
+        # decoded here: in the locale C, stdin itself would let anything pass
         return sys.stdin.buffer.read().decode(sys.stdin.encoding)
     except UnicodeDecodeError as error:
         fail(Exit.USAGE, f"stdin: not {error.encoding} text: {error.reason}")

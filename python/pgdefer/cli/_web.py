@@ -14,7 +14,7 @@ from ._base import Exit, fail
 
 
 class WebCommand(typer.core.TyperCommand):
-    """The command whose arguments the page's own command parses."""
+    """The command `web`, whose arguments the command of the page itself parses."""
 
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """Return the completions of the page's command; none without the extra."""

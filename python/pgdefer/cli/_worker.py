@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pgdefer import MultiWorker, Worker, WorkerOptions
 
 workers = typer.Typer(invoke_without_command=True)
-# Exit codes with which a new process would end again.
+# Exit codes that a new process would end with, too.
 _UNMENDABLE = (Exit.USAGE, Exit.NOT_INSTALLED, Exit.INCOMPATIBLE, Exit.NO_APP, Exit.FORBIDDEN)
 
 
@@ -581,7 +581,7 @@ def _run(worker: Worker | MultiWorker) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Exit at once: what did not end when told to would keep the process alive."""
+    """Exit at once: threads that did not end when told to would keep the process alive."""
     sys.stdout.flush()
     sys.stderr.flush()
     logging.shutdown()

@@ -30,7 +30,7 @@ _OF_SCHEDULES = {"catch_up", "max_delay", "overlap", "enabled", "deadline"}
 
 
 class TestQueueBase(Assertions[DeferredJob]):
-    """Asks about the jobs of a test, and shifts their times."""
+    """Returns the jobs of a test, and shifts their times."""
 
     def __init__(self, app: App) -> None:
         self.app = checked_app(app)
@@ -43,7 +43,7 @@ class TestQueueBase(Assertions[DeferredJob]):
         raise NotImplementedError
 
     async def _rehearse(self) -> None:
-        """Have the database admit uncommitted jobs, and let the test take its time."""
+        """Let the database admit uncommitted jobs, and the test take as long as it needs."""
 
     async def _deferred_jobs(self) -> list[DeferredJob]:
         """Return the jobs deferred in this test."""
@@ -65,10 +65,10 @@ class TestQueueBase(Assertions[DeferredJob]):
     def travel(self, *, schedules: bool = False, **duration: float) -> list[DeferredJob]:
         """Let time pass, as in `travel(hours=2)`; return the jobs that are due because of this.
 
-        The times of jobs that wait for theirs, retries included, are shifted; deadlines, expiry,
-        rates, idempotency keys and the timeouts of waits are not. With `schedules`, the runs that
-        the code's recurring tasks have within that time are deferred as well, each for its own
-        time.
+        The times of scheduled jobs, retries included, are shifted; deadlines, expiry, rates,
+        idempotency keys and the timeouts of waits are not. With `schedules`, the runs that the
+        code's recurring tasks have within that time are deferred as well, each for its own time.
+        Raises ValueError for a negative duration, or one of more than a thousand years.
         """
         return self._at_once(self.travel_async(schedules=schedules, **duration))
 

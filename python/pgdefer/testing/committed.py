@@ -24,8 +24,8 @@ __all__ = ["CommittedTestQueue"]
 class CommittedTestQueue(TestQueueBase):
     """The queue in the App's own database, with a worker that runs until nothing is due.
 
-    Use it for tests that a rolled-back transaction does not allow: of commits, processes, timeouts,
-    several connections. The jobs deferred in the block are removed at its end, and the App's
+    Use it for tests that are not possible in a rolled-back transaction: of commits, processes,
+    timeouts, several connections. The jobs deferred in the block are removed at its end. The App's
     recurring tasks are not registered.
     """
 
@@ -52,7 +52,7 @@ class CommittedTestQueue(TestQueueBase):
             await self.app.close_async()
 
     async def _remove(self, call: Callable[..., Awaitable[Rows]]) -> None:
-        """Remove the jobs, as many at once as a call takes, also those that can't be decoded."""
+        """Remove the jobs, undecodable ones too, as many at once as one call takes."""
         after = self._after
         while rows := await call(sql.DEFERRED, {"after": after, "max_jobs": PAGE}):
             ids = [row[0] for row in rows]
@@ -76,8 +76,8 @@ class CommittedTestQueue(TestQueueBase):
     ) -> list[DeferredJob]:
         """Let a worker run the jobs that are due until none is left; return the test's jobs.
 
-        Raises JobFailed if one has failed for good, unless `raise_errors` is false; AssertionError
-        if there are more after `max_jobs`.
+        Raises JobFailed if one has failed for good, unless `raise_errors` is false, and
+        AssertionError if jobs may be left after `max_jobs`.
         """
         run_apart(self._work(queues, max_jobs, keep_open=False))
         # Apart from that event loop: Django refuses to fetch rows, as arguments, within one.

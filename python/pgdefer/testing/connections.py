@@ -113,7 +113,7 @@ def _nested(connection: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 async def _is_broken(connection: CallersConnection) -> bool:
-    """Whether the transaction refuses further statements."""
+    """Whether the transaction has failed, so that it refuses further statements."""
     driver = driver_of(connection)
     if isinstance(driver, psycopg.Connection | psycopg.AsyncConnection):
         return driver.info.transaction_status == TransactionStatus.INERROR

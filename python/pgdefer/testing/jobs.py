@@ -51,7 +51,7 @@ J = TypeVar("J", bound=Deferred)
 class DeferredJob:
     """A job at the time of the test's call: as in queue.jobs, with its arguments decoded.
 
-    Those that can't be decoded are given as they are stored, as those of a row that has gone.
+    Arguments that can't be decoded, such as a row that no longer exists, are left as stored.
     `app.job(deferred)` returns its Job.
     """
 
@@ -76,7 +76,7 @@ class DeferredJob:
 
 @dataclasses.dataclass(frozen=True)
 class RecordedJob:
-    """A job that a MemoryQueue has recorded: what a database would have got.
+    """A job that a MemoryQueue has recorded: what the database would have received.
 
     `options` has the other options of the call and of its task, the call's first, in the form in
     which a database takes them. Templates such as `"customer:{id}"` are not filled in.

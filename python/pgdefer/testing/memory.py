@@ -26,9 +26,9 @@ __all__ = ["MemoryQueue"]
 class MemoryQueue(StandingIn, Assertions[RecordedJob]):
     """Records the jobs that the App defers, for a test that has no database.
 
-    It refuses what the bindings refuse before they call the database: tasks' arguments, options,
-    values that can't be stored. It has none of the rules that the database decides by, so it runs
-    no job, and every call but `defer` and its kinds raises RuntimeError.
+    It raises the errors that the bindings raise before they call the database: for wrong arguments,
+    wrong options, and values that can't be stored. It has none of the database's rules, so it runs
+    no job, and every call that does not defer raises RuntimeError.
     """
 
     no_worker = "a MemoryQueue only records what is deferred: use a TestQueue, which has a database"

@@ -57,14 +57,14 @@ _WORKER = {
 class TestQueue(StandingIn, TestQueueBase):
     """The queue as one test sees it: all calls of the App use the test's own connection.
 
-    `connection` is Django's, a psycopg connection, or an SQLAlchemy connection or session, in the
-    transaction that the test rolls back. For an asynchronous one use `async with`, and await the
-    methods named ..._async; a synchronous one serves both kinds of tests. Calls of several
-    coroutines take turns, but `run_async` must run alone.
+    `connection` is Django's, a psycopg connection, or a SQLAlchemy connection or session, in the
+    transaction that the test rolls back. With an asynchronous connection, use `async with`, and
+    await the methods named ..._async; a synchronous one serves both kinds of tests. Calls of
+    several coroutines take turns, but `run_async` must run alone.
 
-    No worker runs. `run` runs the jobs that are due, here and now, in the order in which a worker
-    would claim them; the database makes all decisions. Timeouts are not enforced, and changes that
-    a handler makes through other connections are not rolled back.
+    No worker runs. `run` runs the jobs that are due, at once, in the order in which a worker would
+    claim them; the database makes all decisions. Timeouts are not enforced. Changes that a handler
+    makes through other connections are not rolled back.
     """
 
     __test__ = False  # pytest need not collect it
@@ -259,9 +259,10 @@ class TestQueue(StandingIn, TestQueueBase):
     ) -> list[RanJob]:
         """Run the jobs that are due, and the jobs that they defer, until none is left.
 
-        Returns a `RanJob` for each run. If a job fails for good, its error is raised, unless
-        `raise_errors` is false: then the returned run has it. A job that will be retried waits for
-        its time: use `travel`. Raises AssertionError if there are more after `max_jobs`.
+        Returns a `RanJob` for each run. If a job fails for good, raises its error; with
+        `raise_errors=False`, the returned run has the error instead. A job that will be retried
+        waits for its time: use `travel`. Raises AssertionError if jobs may be left after
+        `max_jobs`.
         """
         return self._at_once(self._run(queues, max_jobs, raise_errors=raise_errors, waits=False))
 
@@ -283,7 +284,7 @@ class TestQueue(StandingIn, TestQueueBase):
             raise RuntimeError(f"{running_job()!r} can't run other jobs: the test runs them")
         ran: list[RanJob] = []
         self._is_running = True
-        self._worker = None  # the last one may have gone with a savepoint
+        self._worker = None  # the last one may have been rolled back with a savepoint
         try:
             while some := await self._run_some(queues, waits=waits):
                 ran += some

@@ -1,4 +1,4 @@
-"""A test's queue in the place of a client's calls, alone or within that of another queue.
+"""A test's queue in place of a client's calls, alone or within the block of another queue.
 
 Tests: integration/test_memory_queue.py, integration/test_testing.py.
 """
@@ -13,7 +13,7 @@ __all__ = ["StandingIn"]
 
 
 class StandingIn:
-    """What stands in for a client, until it leaves; queues may be left in any order."""
+    """Stands in for a client until it leaves. Nested queues may leave in any order."""
 
     _is_in = False
     _before: Any = None
@@ -25,7 +25,7 @@ class StandingIn:
         client.stand_in = self  # type: ignore[assignment]
 
     def _leave(self, client: Client) -> None:
-        """Restore what stood here before, or have a queue within this one restore that."""
+        """Restore what was there before, or let a queue within this one restore that later."""
         inner: Any = client.stand_in
         if inner is self:
             client.stand_in = self._before

@@ -1,4 +1,4 @@
-"""What a test's queue knows of the calls that it makes.
+"""What a test's queue must know about the statements that it runs.
 
 Tests: integration/test_testing.py.
 """
@@ -46,7 +46,8 @@ READS = (sql.DEFERRED, sql.CLOCK)
 class CallsApart:
     """The calls of a transactional handler that its ROLLBACK does not undo in production.
 
-    In a test it does, since all calls are on one connection: so they are made again.
+    In a test its ROLLBACK undoes them, because all calls are on one connection. So they are
+    repeated.
     """
 
     def __init__(self) -> None:

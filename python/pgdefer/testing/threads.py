@@ -1,4 +1,4 @@
-"""The threads in which a test runs handlers that are not of its own kind.
+"""The threads in which a synchronous test runs coroutines, and an asynchronous one functions.
 
 Tests: contrib/test_django_testing.py, integration/test_testing.py.
 """
@@ -77,15 +77,15 @@ class Threads:
         return run_apart(coroutine)
 
     def restoring(self) -> contextlib.AbstractContextManager[None]:
-        """Restore what the test's library notes of its transaction, after a block in a savepoint.
+        """Restore the state that the test's library keeps of its transaction, after a block.
 
-        It does not know of that savepoint.
+        The block runs in a savepoint of which the library does not know.
         """
         return contextlib.nullcontext()
 
 
 class DjangoThreads(Threads):
-    """All code that uses Django's connection runs in its thread: others have other connections."""
+    """Runs all code that uses Django's connection in the connection's thread."""
 
     def __init__(self, connection: Any) -> None:
         from django.db import connections  # noqa: PLC0415 (the connection is Django's)
