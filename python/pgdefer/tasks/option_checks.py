@@ -43,12 +43,13 @@ _IN_PLACE_OF = {
     "task_kwargs": "pass all arguments to defer",
 }
 
-_KINDS = (
-    (dt.timedelta, "a timedelta"),
-    (dt.datetime, "a datetime with a time zone"),
-    (str, "text"),
-    (bool, "True or False"),
-)
+# The types of options that are checked here, in words.
+_KINDS: dict[Any, str] = {
+    dt.timedelta: "a timedelta",
+    dt.datetime: "a datetime with a time zone",
+    str: "text",
+    bool: "True or False",
+}
 
 
 @functools.cache
@@ -86,20 +87,20 @@ def _check_value(what: str, name: str, value: Any, hint: Any) -> None:
         _check_retain(what, value)
         return
     choices = hint.__args__ if isinstance(hint, types.UnionType) else [hint]
-    literals = [choice for choice in choices if typing.get_origin(choice) is typing.Literal]
-    if literals:
-        allowed = typing.get_args(literals[0])
-        if value is not None and value not in allowed:
+    kinds = [choice for choice in choices if choice is not type(None)]
+    if value is None or len(kinds) > 1:
+        return
+    (kind,) = kinds
+    if typing.get_origin(kind) is typing.Literal:
+        allowed = typing.get_args(kind)
+        if value not in allowed:
             shown = ", ".join(map(repr, allowed))
             raise ValueError(f"{what}: {name} must be one of {shown}, not {value!r}")
-        return
-    for kind, wanted in _KINDS:
-        if kind in choices and len([c for c in choices if c is not type(None)]) == 1:
-            if value is not None and not isinstance(value, kind):
-                raise TypeError(f"{what}: {name} must be {wanted}, not {value!r}")
-            if isinstance(value, str):
-                _check_encodable(what, name, value)
-            return
+    elif kind in _KINDS:
+        if not isinstance(value, kind):
+            raise TypeError(f"{what}: {name} must be {_KINDS[kind]}, not {value!r}")
+        if kind is str:
+            _check_encodable(what, name, value)
 
 
 def _check_encodable(what: str, name: str, value: str) -> None:
