@@ -140,27 +140,29 @@ def _cut(text: str) -> str:
     return text if len(text) <= MAX_MESSAGE else f"{text[: MAX_MESSAGE - 4]} ..."
 
 
+def _parts(whole: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    """Yield a traceback, and those of its causes, contexts and groups, each once."""
+    todo: list[traceback.TracebackException | None] = [whole]
+    seen: set[int] = set()
+    while todo:
+        part = todo.pop()
+        if part is not None and id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            todo += [part.__cause__, part.__context__, *(getattr(part, "exceptions", None) or ())]
+
+
 def _traceback(error: BaseException) -> str:
     try:
         whole = traceback.TracebackException.from_exception(error)
-        todo, seen = [whole], set()
-        while todo:
-            part = todo.pop()
-            if id(part) not in seen:
-                seen.add(id(part))
-                part.__class__ = _Escaped
-                if part.__notes__:
-                    # indented, so that none of these lines looks like one of the log
-                    part.__notes__ = [
-                        "\n  ".join(escaped(line) for line in _cut(str(note)).splitlines())
-                        for note in part.__notes__
-                    ]
-                within = [
-                    part.__cause__,
-                    part.__context__,
-                    *(getattr(part, "exceptions", None) or ()),
+        for part in _parts(whole):
+            part.__class__ = _Escaped
+            if part.__notes__:
+                # indented, so that none of these lines looks like one of the log
+                part.__notes__ = [
+                    "\n  ".join(escaped(line) for line in _cut(str(note)).splitlines())
+                    for note in part.__notes__
                 ]
-                todo += [one for one in within if one is not None]
         return "".join(whole.format()).removesuffix("\n")
     except BaseException:
         return f"({type_name(error)}: its traceback could not be made)"
