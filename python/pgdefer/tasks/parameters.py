@@ -5,6 +5,7 @@ Tests: unit/test_task.py, unit/test_recurring.py.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime as dt
 import inspect
@@ -54,24 +55,17 @@ class Parameters:
             _, *others = signature.parameters.values()
             signature = signature.replace(parameters=others)
         parameters = signature.parameters.values()
-        by_kind = {
-            kind: [p for p in parameters if p.kind is kind]
-            for kind in (
-                inspect.Parameter.POSITIONAL_ONLY,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                inspect.Parameter.VAR_POSITIONAL,
-                inspect.Parameter.KEYWORD_ONLY,
-                inspect.Parameter.VAR_KEYWORD,
-            )
-        }
-        rest = [p.name for p in by_kind[inspect.Parameter.VAR_POSITIONAL]]
-        keywords = [p.name for p in by_kind[inspect.Parameter.VAR_KEYWORD]]
+        by_kind: dict[Any, list[str]] = collections.defaultdict(list)
+        for p in parameters:
+            by_kind[p.kind].append(p.name)
+        rest = by_kind[inspect.Parameter.VAR_POSITIONAL]
+        keywords = by_kind[inspect.Parameter.VAR_KEYWORD]
         named = [p for p in parameters if p.name not in (*rest, *keywords)]
         if reserved := [p.name for p in parameters if p.name in (TAG, VERSION)]:
             raise TypeError(f"a parameter can't be named {reserved[0]}")
-        positional = [p.name for p in by_kind[inspect.Parameter.POSITIONAL_ONLY]]
+        positional = by_kind[inspect.Parameter.POSITIONAL_ONLY]
         if rest:
-            positional += [p.name for p in by_kind[inspect.Parameter.POSITIONAL_OR_KEYWORD]]
+            positional += by_kind[inspect.Parameter.POSITIONAL_OR_KEYWORD]
         return cls(
             signature=signature,
             allowed=frozenset([*(p.name for p in named), *rest]),
