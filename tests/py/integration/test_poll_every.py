@@ -1,4 +1,4 @@
-"""A worker that asks the database more often than that wants it to."""
+"""A worker with `poll_every`, which asks more often than queue.before_sleep says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pgdefer worker --reload`: a worker that runs anew when its code changes."""
+"""`pgdefer worker --reload`: a worker that restarts when its code changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outcomes that the database can not store, and those that wait while it refuses other calls."""
+"""Outcomes that the database can't store, and those that wait while it refuses other calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handlers that outlive their timeouts, and the claims of those."""
+"""Handlers that outlive their timeouts, and their claims."""
 
 from __future__ import annotations
 
