@@ -40,7 +40,7 @@ BOUNDARIES = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 
 class _Undrawn(NonRecordingSpan):
     """The span of a run that is in no trace, so that what its handler traces is not sampled either.
 
-    It gets its ids when they are asked for: to make them takes longer than all the rest.
+    Its ids are made only when they are asked for: making them takes longer than all the rest.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class _Telemetry:
         return self._sample >= 1 or random.random() < self._sample  # noqa: S311
 
     def _is_traced(self) -> bool:
-        """Whether a call that defers gets spans: as the trace around it has, if there is one."""
+        """Whether a call that defers gets spans. Within a trace, the trace decides."""
         if self._sample >= 1:
             return True
         around = trace.get_current_span().get_span_context()
@@ -217,7 +217,7 @@ class _Telemetry:
 
 
 class _Run:
-    """Surrounds a handler: a class, because generators take longer, and this is for each job."""
+    """Surrounds a handler. A class, because this runs for each job, and a generator is slower."""
 
     __slots__ = ("_job", "_runs", "_span", "_start", "_telemetry", "_token")
 
@@ -255,7 +255,7 @@ class _Run:
     def _fail(self, error: BaseException) -> None:
         text = type(error).__qualname__
         if isinstance(error, Exception):
-            # record_exception raises what making the error's text raises.
+            # record_exception would raise whatever `str(error)` raises.
             details: dict[str, Any] = error_details(error)
             attributes = {
                 "exception.type": details["type"],
@@ -276,8 +276,9 @@ def instrument(
 ) -> None:
     """Trace and measure an App's calls and handlers, with these providers or the global ones.
 
-    With `sample` below 1, that share of the calls and runs that are in no trace begin one, which
-    costs the others less than a sampler of the SDK does. Leave that at its default then.
+    With `sample` below 1, only that share of the calls and runs outside of a trace begin one. This
+    costs the others less than a sampler of the SDK does; then leave that sampler at its default.
+    Raises ValueError if `sample` is not from 0 to 1.
     """
     if not 0 <= sample <= 1:
         raise ValueError(f"sample must be from 0 to 1, not {sample!r}")

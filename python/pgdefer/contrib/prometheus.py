@@ -33,11 +33,11 @@ log = logger("pgdefer.worker")
 
 LACKING = "the metrics lack figures from the database: %s"
 LATE = "no answer within {:g} s"
-# How long a scrape waits for the database: it has more to tell than these figures.
+# How long a scrape waits for the database: it also has figures of the process to return.
 TIMEOUT = 5.0  # s
 # How much of that a scrape waits for the slowest of many databases.
 PART = 0.8
-# The time limit of each statement there, so that what nobody waits for ends.
+# The time limit of each statement in the database, so that abandoned ones end.
 STATEMENT_TIMEOUT = "3s"
 # How many of many databases are asked at a time.
 MOST = 20
@@ -72,7 +72,7 @@ class QueueCollector(Collector):
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """Return the present figures. An error is logged, and figures are missing."""
+        """Return the present figures. After an error, which is logged, some are missing."""
         try:
             yield from self._asked().result(TIMEOUT)
         except TimeoutError:
@@ -81,9 +81,10 @@ class QueueCollector(Collector):
             log.warning(LACKING, describe(error))
 
     def _asked(self) -> Future[list[Metric]]:
-        """Return the question to the database that is under way, which scrapes share, or begin one.
+        """Return the question to the database that is under way, or begin one. Scrapes share it.
 
-        In a thread of its own: a connection may take long, and a stopped server never answers.
+        It is asked in a thread of its own: connecting may take long, and a stopped server never
+        answers.
         """
         with self._lock:
             if self._question is None or self._question.done():
@@ -120,7 +121,7 @@ async def _read_async(app: App) -> _Answer:
 
 
 async def _ask_many(apps: Mapping[str, App], question: Future[list[Metric]]) -> None:
-    """Ask databases in an event loop of its own, so that those that are late can be given up."""
+    """Ask databases in an event loop of its own, so that late ones can be given up."""
     answers: dict[tuple[str, ...], _Answer] = {}
     turnstile = Turnstile(MOST, MOST)
     end = PART * TIMEOUT

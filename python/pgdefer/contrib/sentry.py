@@ -137,7 +137,7 @@ def _transaction(job: JobContext) -> Iterator[None]:
 
 
 def _continue_trace(headers: Mapping[str, Any], **options: Any) -> Any:
-    """Continue the trace of these headers; of those that the SDK can't read, begin another."""
+    """Continue the trace of these headers; if the SDK can't read them, begin another trace."""
     try:
         return sentry_sdk.continue_trace(_links(headers), **options)
     except Exception as error:
@@ -147,7 +147,7 @@ def _continue_trace(headers: Mapping[str, Any], **options: Any) -> Any:
 
 
 def _failure(job: JobContext, error: BaseException) -> BaseException | None:
-    """Return why a run fails; a run that sleeps or waits does not, though it raises."""
+    """Return why a run fails, or None. A run that sleeps or waits raises, but does not fail."""
     suspended = suspension(error, job.steps)
     if suspended is None:
         return error
@@ -210,7 +210,7 @@ def _describe(app: App, scope: sentry_sdk.Scope, job: JobContext) -> None:
 
 
 def _without_djangos(event: Any, _hint: Any) -> Any:
-    """Leave out what Django logs of a task's end: it is reported here, if it is for good."""
+    """Drop what Django logs of a task's failure: this module reports final failures itself."""
     return None if event.get("logger") == "django.tasks" else event
 
 

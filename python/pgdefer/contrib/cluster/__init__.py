@@ -28,24 +28,24 @@ from pgdefer.options import checked_mapping
 
 __all__ = ["Cluster", "Move", "ShardMap", "SlotBusy", "install", "shard_of"]
 
-# of one shard, beside which the others go on
+# The errors of one shard, despite which calls go on with the others.
 FAILURES = (psycopg.Error, PgDeferError)
 
 
 class Cluster(Deferring, AsyncDeferring):
     """An app over several databases.
 
-    The map comes from any of the `dsns`, and from the shards themselves when it has changed. Its
-    DSNs have no passwords: libpq finds those in its password file. `patience`: for how many seconds
-    a call follows a key that moves.
+    The map comes from any of the `dsns`, and from the shards themselves when it has changed. The
+    DSNs in it have no passwords: libpq finds these in its password file. `patience`: for how many
+    seconds a call follows a key that moves.
     """
 
     @classmethod
     def create(cls, app: App, shards: Mapping[str, str]) -> Cluster:
         """Install the functions in each of these databases, and divide the slots among them.
 
-        Again, after a failure, it goes on. Raises InvalidParameter if two are the same database, if
-        one has a map of another cluster, or if a DSN has a password.
+        After a failure, call it again: it goes on. Raises InvalidParameter if two DSNs lead to the
+        same database, if one has the map of another cluster, or if a DSN has a password.
         """
         if not checked_mapping("shards", shards):
             raise ValueError('shards is empty: give the name and DSN of each, {"a": "dbname=a"}')
@@ -54,23 +54,23 @@ class Cluster(Deferring, AsyncDeferring):
         check_are_apart(shards)
         for dsn in shards.values():
             install(dsn)  # before the first map: none is made if a database can't be reached
-        # A map that is there is checked before the first one is made: it may be another.
+        # Existing maps are checked before the first new one is made: they may be another cluster's.
         for name in sorted(shards, key=lambda name: not has_map(shards[name])):
             install(shards[name], self=name, shards=shards)
         return cls(app, *shards.values())
 
     def of(self, key: str) -> App:
-        """Return the app bound to the shard of a key; its calls check no keys."""
+        """Return the app bound to the shard of a key. Its calls do not check keys."""
         if not self.map.slots:
             self.refresh()
         return self.app_of(self.map.owner_of(key))
 
     def add(self, name: str, dsn: str) -> list[str]:
-        """Add an empty shard, for slots to be moved to; or change the DSN of one.
+        """Add an empty shard, to which slots can then be moved; or change the DSN of a shard.
 
-        Return the shards that can't be reached: they learn it later, from the others.
-        Raises InvalidParameter if the DSN has a password, or if the cluster has a shard of this
-        name, and the database is not it: each of the two would take its keys.
+        Return the shards that can't be reached: they learn of it later, from the others. Raises
+        InvalidParameter if the DSN has a password, or if the cluster has another database as the
+        shard of this name: both would then take its keys.
         """
         _check_shard(name, dsn)
         found, wrong = self.learn()
@@ -89,12 +89,12 @@ class Cluster(Deferring, AsyncDeferring):
         return self._tell(found, wrong)
 
     def move(self, slot: int, to: str, *, patience: float = 0.5, started: bool = False) -> Move:
-        """Move a slot, with its jobs; again, after a failure, goes on where that stopped.
+        """Move a slot with its jobs. After a failure, call it again: it goes on where it stopped.
 
-        A part of the slot waits until none of its jobs runs, for `patience` seconds, and comes last
-        then. Jobs that have been started before, and wait for another attempt, do not move; with
-        `started` they do, as new ones. Raises SlotBusy if a transaction that has deferred for the
-        slot stays open for longer, or another process moves it.
+        Each part of the slot waits until none of its jobs runs; after `patience` seconds, it is put
+        last. Jobs that were started before, and wait for another attempt, do not move; with
+        `started` they move as new jobs. Raises SlotBusy if a transaction that has deferred for the
+        slot stays open for longer than `patience`, or if another process moves the slot.
         """
         _check_slot(slot)
         check_number("patience", patience, (int, float), at_least=0, at_most=math.inf)
@@ -125,9 +125,9 @@ class Cluster(Deferring, AsyncDeferring):
         self._tell(found, wrong)
 
     def tell(self) -> list[str]:
-        """Tell all shards the map. Return those that don't answer: they learn it later.
+        """Tell all shards the map. Return those that don't answer: they learn of it later.
 
-        A database that has no map, or that of another name, is not told, as it is not the shard.
+        A database without a map, or with that of a shard of another name, is not told.
         """
         return self._tell(*self._maps(self.map.shards))
 
@@ -146,7 +146,7 @@ class Cluster(Deferring, AsyncDeferring):
         return self.map.slots[slot][0]
 
     def learn(self) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
-        """Read the map of each shard that can be reached: the first may be behind the others.
+        """Read the map of each shard that can be reached: one alone may be out of date.
 
         Return these maps, and what is wrong with the other shards.
         """
@@ -167,7 +167,7 @@ class Cluster(Deferring, AsyncDeferring):
     def _maps(self, names: Iterable[str]) -> tuple[dict[str, Mapping[str, Any]], dict[str, str]]:
         """Return the map of each shard that answers, and what is wrong with the others.
 
-        All are asked at once: a silent one is waited for until its connection times out.
+        All are asked at the same time. A silent shard delays this until its connection times out.
         """
         found: dict[str, Mapping[str, Any]] = {}
         wrong: dict[str, str] = {}
@@ -205,8 +205,8 @@ class Cluster(Deferring, AsyncDeferring):
     def check(self) -> list[str]:
         """Return what is wrong: shards that are down, slots with no shard or with two.
 
-        Moves that have begun and go on no longer are reported, and jobs that have left a shard and
-        not arrived, also while a mover lives.
+        It reports moves that have begun and no longer go on. It also reports jobs that have left a
+        shard and not arrived, even while they are being moved.
         """
         told, failed = self.learn()
         wrong = [f"shard {name}: {why}" for name, why in failed.items()]

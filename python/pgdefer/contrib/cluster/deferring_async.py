@@ -41,9 +41,10 @@ class AsyncDeferring(ClusterBase):
     ) -> Job[Any]:
         """Defer a job in the shard of its key.
 
-        Without `shard_key` its lock is the key, else its share, else the header `tenant`. If the
-        key is elsewhere by now, or on its way, the call follows it, for `patience` seconds. With a
-        connection, which must lead to the right shard, it raises what the shard says instead.
+        Without `shard_key`, the key is the job's lock, else its share, else its header `tenant`. If
+        the key has moved to another shard, or is moving, the call follows it, for `patience`
+        seconds. A `connection` must lead to the right shard; with it, the call does not follow the
+        key, but raises the shard's error.
         """
         job = self.keyed(task, args, shard_key, options)
         return (await self._deferred_async([job], connection))[0]
@@ -51,9 +52,9 @@ class AsyncDeferring(ClusterBase):
     async def defer_many_async(
         self, calls: Iterable[tuple[str, PreparedJob[Any]]]
     ) -> list[Job[Any]]:
-        """Defer calls (`app.prepare`) with their keys; those of a shard all or none.
+        """Defer calls (`app.prepare`) with their keys: for each shard, all or none.
 
-        While a slot of that shard moves, only those of a key.
+        While a slot of that shard moves, this holds only for each key.
         """
         jobs = KeyedJob.all_of(calls)
         if not self.map.slots:
@@ -120,9 +121,9 @@ class AsyncDeferring(ClusterBase):
             shard = found or shard
 
     async def _has_moved_async(self, error: Exception, home: tuple[str, str]) -> bool:
-        """Ask the other databases for the map, as a shard does not answer.
+        """Ask the other databases for the map, because a shard does not answer.
 
-        Return whether it is elsewhere, and the call was not made: only then it can be made again.
+        Return whether the shard has moved, and the call was not made: only then it can be repeated.
         """
         if not isinstance(error, psycopg.OperationalError):
             return False

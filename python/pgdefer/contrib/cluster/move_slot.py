@@ -29,13 +29,13 @@ class SlotBusy(PgDeferError):  # noqa: N818 (as the others)
 
 @dataclasses.dataclass
 class Move:
-    """How a move went. `stays`: parts that have not moved, with the job that each waits for.
+    """How a move went. `stays`: the parts that have not moved, each with the job it waits for.
 
-    `longest_pause` is that of any part, moved or not, in seconds, and `pause_of` what it was made
-    of: `waiting` for running jobs and open transactions, `leaving` the source, `arriving`. It ends
-    when jobs run again: a large part moves in pieces, and its oldest jobs run in the target while
-    the others follow. `longest_refusal` is how long defers for a part were refused, from its first
-    piece to its last.
+    `longest_pause` is the longest pause of a part, moved or not, in seconds; `pause_of` says how
+    many of these went into `waiting` for running jobs and open transactions, `leaving` the source,
+    and `arriving`. A pause ends when jobs run again: a large part moves in pieces, and its oldest
+    jobs run in the target while the others follow. `longest_refusal` is for how many seconds defers
+    for a part were refused, from its first piece to its last.
     """
 
     slot: int
@@ -116,7 +116,7 @@ class _Mover:
             pass
 
     def part(self, part: int, patience: float) -> bool:
-        """Move a part, unless it must wait for too long; then give its jobs back."""
+        """Move a part; if it would have to wait for too long, let its jobs run here again."""
         self.catch_up()
         while self.call(self.source, sql.HOLD_AHEAD, part=part, started=self.started)[0][0]:
             pass

@@ -91,9 +91,9 @@ class DjangoClient(Client):
 
     @contextlib.contextmanager
     def transaction(self, *, callers: bool = True) -> Iterator[PsycopgConnection]:
-        """Begin a transaction; that of a caller's block is an atomic(), for which the ORM writes.
+        """Begin a transaction. For the application's code it is an atomic(), for the ORM's writes.
 
-        There Django's own savepoint is within that of a test's queue, if they share a connection.
+        In a test, Django's savepoint is within that of the queue, if they share a connection.
         """
         connection = connections[self.alias]
         if not callers:
@@ -121,7 +121,7 @@ class DjangoClient(Client):
     def _register_on(self, connection: Any, defaults: dict[str, JobOptions]) -> None:
         """Register tasks in the caller's transaction; remember that if it commits.
 
-        Django does not say whether a manual transaction does: there each call registers them.
+        Django does not say whether a manual transaction commits: there each call registers them.
         """
         try:
             with transaction.atomic(using=connection.alias):

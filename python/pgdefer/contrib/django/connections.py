@@ -95,10 +95,10 @@ def is_of_test(connection: BaseDatabaseWrapper) -> bool:
 
 
 def leftover_connections() -> list[BaseDatabaseWrapper]:
-    """Return this thread's connections that are not as a handler must find them.
+    """Return this thread's connections that were not left as a handler must find them.
 
-    Django would do all that follows on such a connection in a transaction that nobody commits. One
-    that went back to Django's pool within a block is still in that block.
+    On such a connection, all further writes would be in a transaction that nobody commits. A
+    connection that went back to Django's pool within a block is still in that block.
     """
     return [
         one
@@ -142,14 +142,14 @@ def loses_writes(connection: BaseDatabaseWrapper) -> bool:
 
 
 def end_implicit(connection: BaseDatabaseWrapper) -> None:
-    """Roll back what any statement begins if the settings have autocommit off."""
+    """Roll back the transaction that any statement begins if the settings turn autocommit off."""
     if not connection.settings_dict["AUTOCOMMIT"] and not connection.in_atomic_block:
         with contextlib.suppress(Error):
             connection.rollback()
 
 
 def discard(connection: BaseDatabaseWrapper) -> None:
-    """Close a connection, even in a transaction; Django opens it again when it is used."""
+    """Close a connection, even within a transaction; Django opens it again when it is used."""
     one: Any = connection
     one.in_atomic_block = one.closed_in_transaction = one.needs_rollback = False
     one.savepoint_ids, one.atomic_blocks = [], []
@@ -160,6 +160,6 @@ def discard(connection: BaseDatabaseWrapper) -> None:
 
 
 def _status(connection: BaseDatabaseWrapper) -> TransactionStatus | None:
-    """Return what the driver says, None if it is not psycopg."""
+    """Return the transaction's status, as psycopg reports it; None for other drivers."""
     driver = connection.connection
     return driver.info.transaction_status if isinstance(driver, psycopg.Connection) else None

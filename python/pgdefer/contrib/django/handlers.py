@@ -57,7 +57,7 @@ def around_job(job: JobContext) -> AbstractContextManager[None] | AbstractAsyncC
     return _OwnThread() if has_running_loop() else _fresh_connections(job)
 
 
-# Whether this is around another job of the same call: those of a batch have one handler.
+# Whether this is within the block of another job of a batch: these have one call of the handler.
 _is_inner = contextvars.ContextVar("_is_inner", default=False)
 
 
@@ -120,7 +120,7 @@ def _check_none_is_lost(lost: list[str]) -> None:
         )
 
 
-# For how long a coroutine's end waits for code of its that still runs in its thread, in seconds.
+# How long a coroutine's end waits for its code that still runs in its thread, in seconds.
 _PATIENCE = 1.0
 
 
@@ -132,10 +132,10 @@ class _OwnThread:
     which can't wait for that check.
     """
 
-    _is_busy = False  # it has not answered before a handler
+    _is_busy = False  # whether the thread did not answer before a handler
 
     def __init__(self) -> None:
-        # What is lost, by the transactions that there were before.
+        # The transactions that were lost, by those that were open before the handler.
         self._found: dict[frozenset[str], list[str]] = {}
 
     def __enter__(self) -> None:
@@ -177,7 +177,7 @@ class _OwnThread:
                 _first.reset(token)
 
     async def _ask_thread(self, question: Callable[[], T], without_thread: T) -> T | None:
-        """Ask it, for a while, as it may still run code that was not awaited; None: no answer."""
+        """Return the thread's answer; None if it gives none in time, as it may still run code."""
         executor = SyncToAsync.context_to_thread_executor.get(self._context)
         if executor is None:
             return without_thread
@@ -189,7 +189,7 @@ class _OwnThread:
         return None
 
 
-# That of the first job of the same call.
+# The _OwnThread of the first job of a batch.
 _first: contextvars.ContextVar[_OwnThread | None] = contextvars.ContextVar("_first", default=None)
 
 

@@ -100,7 +100,7 @@ def _runs_jobs(arguments: list[str]) -> bool:
 
 
 class _Reloader:
-    """Ends the worker when a file of the project has changed, and starts it again.
+    """Restarts the worker when a file of the project has changed.
 
     Its jobs may end first; a second change aborts them.
     """
@@ -122,9 +122,9 @@ class _Reloader:
             try:
                 compile(file_path.read_bytes(), str(file_path), "exec")
             except (SyntaxError, ValueError) as error:
-                log.error("%s can't be read, so that the worker goes on: %s", file_path, error)
+                log.error("%s can't be read, so the worker goes on: %s", file_path, error)
                 return True
-        log.info("%s has changed: the worker starts anew", file_path)
+        log.info("%s has changed: the worker restarts", file_path)
         self._has_changed = True
         os.kill(os.getpid(), signal.SIGTERM)
         return True
