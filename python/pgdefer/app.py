@@ -56,7 +56,7 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
     """Tasks, and the database of their jobs.
 
     `dsn` names the database. If it is left out, the environment variable PGDEFER_DSN names it, or
-    else the variables of libpq, such as PGHOST. If none of them is set, or with `embedded=True`,
+    else the variables of libpq, such as `PGHOST`. If none of them is set, or with `embedded=True`,
     the App uses the embedded server, and starts it when it is first needed. With `embedded=False`
     the App never uses that server: if production lacks the variables, libpq connects to its default
     address, and the call fails unless a server runs there.
