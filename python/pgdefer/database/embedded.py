@@ -389,7 +389,7 @@ class EmbeddedServer:
         return options
 
     def _run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        # The daemon inherits the output, so a pipe would never end. A file does.
+        # The daemon inherits the output, so a pipe would never reach its end, but a file does.
         with tempfile.TemporaryFile("w+") as output:
             done = subprocess.run(
                 [str(self.bin_dir / program), *arguments],
@@ -457,7 +457,7 @@ class EmbeddedServer:
         self._clear_remains()
         self._private_folder(self.socket_folder)
         self._configure()
-        # It contains failed statements, and with them args.
+        # The log contains failed statements, and so args of jobs.
         self.log_file.unlink(missing_ok=True)
         os.close(os.open(self.log_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         self._give(self.log_file)

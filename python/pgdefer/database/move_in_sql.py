@@ -16,7 +16,7 @@ from pgdefer.errors import PgDeferError, sqlstate_of
 
 __all__ = ["BELOW_ALL", "UNCHANGED", "tables_of"]
 
-# Below the ids of all rows, which may be negative.
+# A number below the ids of all rows, which may be negative.
 BELOW_ALL = -(2**63)
 # Options that keep a task's defaults from dropping what is moved, or from putting it off.
 UNCHANGED: dict[str, Any] = {"idempotency_key": "", "group": "", "held": False, "on_limit": "block"}
@@ -37,7 +37,7 @@ def tables_of(queue: str) -> Iterator[None]:
         ) from error
 
 
-# The other queue's producers and workers wait from here to the end of the transaction.
+# The other queue's producers and workers wait from this statement to the end of the transaction.
 PROCRASTINATE_LOCK = Statement("lock table procrastinate_jobs in share row exclusive mode")
 
 # Its waiting jobs. Jobs behind a running job of the same lock stay there, because they would run
@@ -51,7 +51,7 @@ _PROCRASTINATE = """
 
 PROCRASTINATE_NEXT = Statement(f"select min(j.id) as id {_PROCRASTINATE}")
 
-# Some of them, in the order of their ids. With a time that never comes, such as infinity, a job is
+# Moves some of them, in the order of their ids. A job whose time never comes, such as infinity, is
 # held. With -infinity it runs at once.
 PROCRASTINATE = Statement(f"""
     with picked as materialized (
@@ -225,7 +225,7 @@ SOLID, STEADY = _of_both("""
     order by j.id limit 1000
 """)
 
-# As if they had run: what their schedules have recorded about them must stay.
+# Marks them as if they had run: what their schedules have recorded about them must stay.
 SOLID_END, STEADY_END = _of_both("""
     with ready as (delete from {ready} r where r.job_id = any (cast(:ids as bigint[]))),
     scheduled as (delete from {scheduled} s where s.job_id = any (cast(:ids as bigint[]))),

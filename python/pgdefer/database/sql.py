@@ -125,7 +125,7 @@ _CLAIM = """
     id, claim, task, args, queue, priority, lock, attempt, scheduled_at, deadline, timeout,
     headers, parent, steps
 """
-# How many these are; finish_and_fetch returns an error besides.
+# The number of these columns; finish_and_fetch returns one more, the error.
 CLAIM_COLUMNS = 14
 
 FETCH = Statement(f"""
@@ -209,7 +209,8 @@ RETRY_LATER = Statement("""
 
 # Durable jobs
 
-# What queue.attempts calls the end of a claim. The call that ends it comes first: in a subquery.
+# The outcome, as queue.attempts calls it. It is in a subquery, so that the call that ends the claim
+# comes first.
 _OUTCOME = "queue.attempt_outcome(cast(:id as bigint), cast(:claim as bigint))"
 
 BEGIN_STEP = Statement("""
@@ -309,7 +310,7 @@ SET_PROGRESS = Statement("""
       cast(:message as text))
 """)
 
-# Calls of a running job that take effect at once, whatever becomes of its handler's transaction.
+# Calls of a running job that take effect at once, even if its handler's transaction rolls back.
 AT_ONCE = (
     EXTEND,
     FINISH_STEP,
@@ -370,7 +371,7 @@ SEARCH = Statement("""
       max_jobs => cast(:max_jobs as integer))
 """)
 
-# For the rest of the transaction, even if the role may see them.
+# Hides sensitive args, or no longer, for the rest of the transaction, even if the role may see them.
 HIDE_SENSITIVE = Statement("""
     select coalesce(current_setting('pgdefer.hide_sensitive', true), '') as before,
       set_config('pgdefer.hide_sensitive', cast(:hide as text), true)
@@ -413,12 +414,12 @@ ENDED_SINCE = Statement(f"""
     order by finished_at limit 100000
 """)
 
-# The database's clock, with a call that every role with any access may make.
+# The database's clock, by a call that any role with access to the queue may make.
 NOW = Statement("select now() as now from queue.version()")
 
 TASKS = Statement("select name, defaults, paused_in from queue.tasks order by name")
 
-# For the App, which reads JSON by itself: a caller's connection may load it otherwise.
+# For the App, which reads JSON from text: a caller's connection may load it in its own way.
 LIST_TASKS = Statement("""
     select name, cast(defaults as text) as defaults, paused_in from queue.tasks order by name
 """)
@@ -641,8 +642,8 @@ CLOCK = Statement("select clock_timestamp() as now from queue.version()")
 
 REHEARSE = Statement("select jobs from queue.rehearse() as jobs")
 
-# These two by functions, which keep their plans: that of the view takes milliseconds in each test,
-# as drivers forget prepared statements in a rollback.
+# These two call functions, which keep their plans. Planning the view would take milliseconds in
+# each test, because drivers forget prepared statements in a rollback.
 DEFERRED = Statement("""
     select id, task, cast(args as text) as args, queue, priority, lock, queueing_lock,
       concurrency_key, state, reason, scheduled_at, deadline, attempts, error, description,
@@ -791,10 +792,10 @@ DEMO_FOLDERS = Statement("""
     select count(*), sum(files), sum(bytes) from pgdefer_demo.folder
 """)
 
-# Whether the present transaction has an id: one that writes gets it, and one that locks rows.
+# Whether the transaction has an id: it gets one when it writes or locks rows.
 MAY_HAVE_WRITTEN = Statement("select pg_current_xact_id_if_assigned() is not null")
 
-# What the role lacks for pg_dump of the queue, and for pg_restore; NULL: nothing.
+# The first object on which the role lacks the rights for pg_dump, or pg_restore; NULL if none.
 MAY_DUMP = Statement("""
     select min('table ' || n.nspname || '.' || c.relname)
     from pg_class c
