@@ -68,10 +68,10 @@ def find(
 def find_by_time(
     visit: Visit, asked: dict[str, Any], wanted: dict[str, Any], before: int | None, most: int
 ) -> Found:
-    """Do so for jobs of a time: look at a bounded number of jobs that match otherwise."""
+    """As `find`, for jobs of a time: look at a bounded number that match the other filters."""
     time = {"from": asked["from"], "to": asked["to"], "zone": asked["zone"] or "UTC"}
     if asked["to"] is not None and asked["at"] != "scheduled":
-        # what was deferred after it has not started or finished before it either
+        # a job that was deferred after that time has not started or finished before it, either
         after = {"to": time["to"], "zone": time["zone"]}
         first = visit.read(queries.FIRST_AFTER, **after)[0]["id"]
         before = first if before is None else min(before, first or before)
