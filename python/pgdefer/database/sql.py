@@ -371,7 +371,7 @@ SEARCH = Statement("""
       max_jobs => cast(:max_jobs as integer))
 """)
 
-# Hides sensitive args, or no longer, for the rest of the transaction, even if the role may see them.
+# Turns the hiding of sensitive args on or off, for the rest of the transaction.
 HIDE_SENSITIVE = Statement("""
     select coalesce(current_setting('pgdefer.hide_sensitive', true), '') as before,
       set_config('pgdefer.hide_sensitive', cast(:hide as text), true)
