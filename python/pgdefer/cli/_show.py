@@ -267,28 +267,27 @@ def _style(key: str, value: Any) -> str:
 def record(values: Mapping[str, Any], *, full: bool = False) -> None:
     """Print a row as lines `column: value`."""
     for key, value in values.items():
-        if value is None or value in ([], {}):
-            continue
-        label = Text(f"{key}: ", style="bold")
-        if isinstance(value, dict | list) and key != "needs":
-            text = pretty(value, full=full)
-            lines = text.split("\n")
-            if len(lines) > LINES and not full:
-                size = len(_dumps(value).encode("utf-8", "surrogatepass"))
-                lines = [*lines[:LINES], f"… <{size} bytes>"]
-            text = "\n".join(map(escaped, lines))
-            out.print(label, Text(text), sep="", soft_wrap=True)
-        elif isinstance(value, str) and not full:
-            lines = value.split("\n") if key in PROSE else [value]
-            text = "\n".join(escaped(short(line, 2000)) for line in lines[:50])
-            text += f"\n… {len(lines)} lines" if len(lines) > 50 else ""
-            out.print(label, Text(text, style=_style(key, value)), sep="", soft_wrap=True)
-        elif isinstance(value, str):
-            lines = value.split("\n") if key in PROSE else [value]
-            out.print(label, Text("\n".join(map(escaped, lines))), sep="", soft_wrap=True)
-        else:
-            text = moment(value) if isinstance(value, dt.datetime) else cell(value)
-            out.print(label, Text(text), sep="", soft_wrap=True)
+        if value is not None and value not in ([], {}):
+            style = _style(key, value) if isinstance(value, str) and not full else ""
+            text = Text(_value_text(key, value, full=full), style=style)
+            out.print(Text(f"{key}: ", style="bold"), text, sep="", soft_wrap=True)
+
+
+def _value_text(key: str, value: Any, *, full: bool) -> str:
+    """Return the text of a value for `record`; unless `full`, it is cut."""
+    if isinstance(value, dict | list) and key != "needs":
+        lines = pretty(value, full=full).split("\n")
+        if len(lines) > LINES and not full:
+            size = len(_dumps(value).encode("utf-8", "surrogatepass"))
+            lines = [*lines[:LINES], f"… <{size} bytes>"]
+        return "\n".join(map(escaped, lines))
+    if isinstance(value, str):
+        lines = value.split("\n") if key in PROSE else [value]
+        if full:
+            return "\n".join(map(escaped, lines))
+        text = "\n".join(escaped(short(line, 2000)) for line in lines[:50])
+        return f"{text}\n… {len(lines)} lines" if len(lines) > 50 else text
+    return moment(value) if isinstance(value, dt.datetime) else cell(value)
 
 
 def answer(rows: Rows, words: Callable[[Mapping[str, Any]], str]) -> None:
