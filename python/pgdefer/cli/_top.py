@@ -84,22 +84,25 @@ def top(
     ):
         if once:
             _print_once(on)
-            return
-        with _keys(), Live(console=out, screen=True, auto_refresh=False) as live:
-            while True:
-                begun = time.monotonic()
-                queues, workers = _ask(on)
-                took = time.monotonic() - begun
-                until = time.monotonic() + max(interval, TIMES * took)
-                while True:
-                    size = out.size
-                    picture = _picture(queues, workers, missing=on.missing, height=size.height)
-                    live.update(picture, refresh=True)
-                    key = _wait(until, size)
-                    if key is not None:
-                        break
-                if key in ("q", "Q", "\x04"):
-                    return
+        else:
+            _show_until_quit(on, interval)
+
+
+def _show_until_quit(on: Databases, interval: float) -> None:
+    """Query and draw again and again, until a key quits."""
+    key: str | None = ""
+    with _keys(), Live(console=out, screen=True, auto_refresh=False) as live:
+        while key not in ("q", "Q", "\x04"):
+            begun = time.monotonic()
+            queues, workers = _ask(on)
+            took = time.monotonic() - begun
+            until = time.monotonic() + max(interval, TIMES * took)
+            key = None
+            while key is None:  # at first, and when the terminal's size has changed
+                size = out.size
+                picture = _picture(queues, workers, missing=on.missing, height=size.height)
+                live.update(picture, refresh=True)
+                key = _wait(until, size)
 
 
 def _ask(on: Databases) -> tuple[Rows, Rows]:
