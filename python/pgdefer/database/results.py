@@ -239,11 +239,15 @@ class Waiter(NotifyConnection):
                         await asyncio.wait_for(event.wait(), row[4].total_seconds())
         finally:
             if channel is not None:
-                self._waiting[channel].discard(event)
-                if not self._waiting[channel]:
-                    del self._waiting[channel]
-                    with contextlib.suppress(ConnectionLost):
-                        await self.unlisten(channel)
+                await self._stop_waiting(channel, event)
+
+    async def _stop_waiting(self, channel: str, event: asyncio.Event) -> None:
+        """Forget an event; stop listening on its channel if no other waits for that."""
+        self._waiting[channel].discard(event)
+        if not self._waiting[channel]:
+            del self._waiting[channel]
+            with contextlib.suppress(ConnectionLost):
+                await self.unlisten(channel)
 
     async def _ask(self, statement: Statement, **parameters: object) -> Rows:
         return await self._to_its_end(self.exchange(statement, **parameters))
