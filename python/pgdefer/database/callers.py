@@ -111,7 +111,7 @@ def is_sqlalchemy(connection: object, *names: str) -> bool:
 
 
 def driver_of(connection: Any) -> Any:
-    """Return the driver's connection of an SQLAlchemy connection, None if it has none."""
+    """Return the driver's connection behind a SQLAlchemy connection, None if it has none."""
     connection = getattr(connection, "sync_connection", connection)
     return getattr(getattr(connection, "connection", None), "driver_connection", None)
 

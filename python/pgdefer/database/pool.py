@@ -459,14 +459,14 @@ _NO_TURN: Any = contextlib.nullcontext()
 
 
 def cursor(connection: psycopg.Connection[Any]) -> psycopg.Cursor[tuple[Any, ...]]:
-    """Return a cursor of tuples, whatever the connection's factories."""
+    """Return a cursor of tuples, even if the connection has other factories."""
     made = psycopg.Cursor(connection, row_factory=tuple_row)
     adapt_own(made.adapters)
     return made
 
 
 def async_cursor(connection: psycopg.AsyncConnection[Any]) -> psycopg.AsyncCursor[tuple[Any, ...]]:
-    """Return a cursor of tuples, whatever the connection's factories."""
+    """Return a cursor of tuples, even if the connection has other factories."""
     made = psycopg.AsyncCursor(connection, row_factory=tuple_row)
     adapt_own(made.adapters)
     return made

@@ -59,7 +59,7 @@ LOCATING = ("PGHOST", "PGHOSTADDR", "PGPORT", "PGDATABASE", "PGUSER", "PGSERVICE
 # The parts of a DSN that say which database it is.
 PLACE = ("service", "host", "hostaddr", "port", "dbname")
 
-# With these a dead peer is noticed within half a minute, whatever the system's limits.
+# With these, a dead peer is noticed within half a minute, regardless of the system's defaults.
 DEFAULTS: dict[str, Any] = {
     "fallback_application_name": "pgdefer",
     "client_encoding": "UTF8",
@@ -113,7 +113,7 @@ class _BinaryTime(TimestamptzBinaryLoader):
 
 
 class _BinaryJson(Loader):
-    """Loads jsonb by Python's json, whatever the program has set by psycopg's set_json_loads."""
+    """Loads jsonb with Python's json, even if the program has called psycopg's set_json_loads."""
 
     format = Format.BINARY
 

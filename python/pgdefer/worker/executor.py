@@ -134,7 +134,7 @@ class Executor:
             self._start_some()
 
     def _extend_if_late(self, claim: Claim) -> None:
-        """Have the claim extended if its job outlives its timeout, counted from the claim."""
+        """Let the claim be extended if its job outlives its timeout, counted from the claim."""
         timeout = claim.job.timeout
         if timeout is not None and self._heartbeat is not None:
             moment = claim.asked_at + timeout.total_seconds() + LATE
@@ -436,7 +436,7 @@ class Executor:
             self._heartbeat.extend_after.pop(claim, None)
 
     def give_back(self, claim: Claim) -> None:
-        """Release a claim, even if its handler still runs."""
+        """Release a claim, even if its handler goes on."""
         self.given_back += claim in self.running
         self._release(claim)
 

@@ -97,7 +97,7 @@ class Fetcher:
         self._queues = queues
         self._slots = slots
         self._is_drain = is_drain
-        # How long a sleep lasts at most, whatever the database allows.
+        # The longest sleep, in seconds, even if the database allows more.
         self._longest = math.inf if poll_every is None else poll_every
         self._stop = stop
         self._spawn = spawn

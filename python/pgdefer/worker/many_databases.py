@@ -261,7 +261,7 @@ class MultiWorker:
             self._client.stand_in = before
 
     def _check_tasks(self) -> None:
-        """Refuse tasks whose transactions would be in one database, not in the job's."""
+        """Refuse tasks whose transactions would all be in one database, not in the job's."""
         for task in self.app.tasks.values():
             if callable(task.execution.transactional):
                 raise InvalidParameter(
@@ -421,7 +421,7 @@ class _Served:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether to try no more."""
+        """Whether not to try again."""
         return self.stopped.is_set()
 
     def stop(self, *, at_once: bool = False) -> None:

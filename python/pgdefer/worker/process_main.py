@@ -195,7 +195,7 @@ def main(connection: Connection, dsn: str) -> None:
 
 
 def _die_with_parent() -> None:
-    """Have this process killed when its parent dies, even if a handler lets no thread run.
+    """Ask the kernel to kill this process when its parent dies, even if no thread here can run.
 
     This works on Linux. Elsewhere, and usually, the process ends when it reads that the connection
     was closed.

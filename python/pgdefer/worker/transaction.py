@@ -157,7 +157,7 @@ def check_can_end(connection: Any, driver: Any) -> None:
 
 @runtime_checkable
 class Session(Protocol):
-    """An SQLAlchemy session, which must send all its changes before the last statement."""
+    """A SQLAlchemy session, which must send all its changes before the last statement."""
 
     def flush(self) -> Any:
         """Send pending changes."""

@@ -35,7 +35,7 @@ class _Run(Protocol):
 def run_until_signal(run: _Run, on_left: Callable[[int], object]) -> None:
     """Run a worker, which turns signals into stops, in an event loop of its own.
 
-    asyncio.run would wait for every task and thread that handlers have left, perhaps for ever. If
+    asyncio.run would wait for every task and thread that handlers have left, perhaps forever. If
     some do not end when told to, `on_left` is called with their number, and the loop stays open.
     Raises RuntimeError within an event loop.
     """

@@ -50,7 +50,7 @@ def may(request: HttpRequest, model: Any, what: str) -> bool:
 
 @contextlib.contextmanager
 def hiding(request: HttpRequest) -> Iterator[None]:
-    """Have the database hide sensitive args in a block, unless the user has the permission.
+    """Make the database hide sensitive args in a block, unless the user has the permission.
 
     Django may connect as the queue's owner, who sees them.
     """

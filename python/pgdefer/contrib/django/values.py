@@ -21,7 +21,7 @@ __all__ = ["register_types"]
 
 
 def register_types(codec: Codec) -> None:
-    """Have a codec store instances of models, lazy strings and safe strings."""
+    """Register instances of models, lazy strings and safe strings with a codec."""
     codec.register(models.Model, "django_row", _encode_row, _decode_row, blocking=True)
     codec.register(Promise, "django_lazy", _encode_text, _as_it_is)
     codec.register(LazyObject, "django_lazy_object", _unwrapped, _as_it_is)
@@ -31,8 +31,8 @@ def register_types(codec: Codec) -> None:
 def _encode_row(row: models.Model) -> dict[str, Any]:
     if row.pk is None or row._state.adding:
         raise EncodeError(f"{row._meta.label} has not been saved yet: {row!r}")
-    # The database to which it is written, unless the router finds that without the row: a row that
-    # was read from a replica is stored as one of the original.
+    # The database to which the row is written, unless the router finds that without the row. So a
+    # row that was read from a replica is stored as one of the primary.
     alias = router.db_for_write(type(row), instance=row)
     return {"model": row._meta.label_lower, "pk": row.pk} | (
         {} if alias == router.db_for_write(type(row)) else {"database": alias}
