@@ -357,8 +357,6 @@ def translate(error: BaseException) -> PgDeferError | None:
     message = getattr(diag, "message_primary", None) or getattr(original, "message", None)
     detail = getattr(diag, "message_detail", None) or getattr(original, "detail", None)
     hint = getattr(diag, "message_hint", None) or getattr(original, "hint", None)
-    # SQLAlchemy's error in place of asyncpg's has no hint; its cause has.
-    hint = hint or getattr(original.__cause__, "hint", None)
     if kind is NotInstalled:
         hint = NotInstalled.remedy
     return kind(message or str(original), detail=detail or None, hint=hint or None)

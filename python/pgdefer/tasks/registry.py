@@ -75,7 +75,7 @@ class Registry:
     """Tasks and schedules, and the client through which they are registered."""
 
     #: What to do so that a worker knows a task.
-    import_hint: ClassVar[str] = "Import the module that defines it: App(imports=[...])."
+    import_hint: str = "Import the module that defines it: App(imports=[...])."
 
     def __init__(self, client: Client, name: str, imports: Iterable[str]) -> None:
         self._client = client
