@@ -1,11 +1,11 @@
 -- The last gate: jobs become ready if their concurrency keys have free slots.
 -- Tests: admit/slots.sql, admit/enter_slots.sql, admit/shares.slots.sql.
 
--- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
--- p_from, p_places, p_moves: the key whose line each job headed, its place there (_refill), and how often it
--- has changed lines. grown: keys whose limit has grown, or for which a job waits that would fit. passed: keys
--- for which a job waits that may come before a ready one. discarded: jobs in no gate that would have to wait,
--- and must be discarded instead (on_limit).
+-- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot. p_from,
+-- p_places, p_moves: the key in whose line each job had come to the front, its place there (_refill), and
+-- how often it has changed lines. grown: keys whose limit has grown, or for which a job waits that would
+-- fit. passed: keys for which a job waits that may come before a ready one. discarded: jobs in no gate that
+-- would have to wait, and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_from text[] default null,
   p_places timestamptz[] default null, p_moves smallint[] default null, out discarded bigint[],

@@ -147,9 +147,9 @@ begin
   end if;
 end $$;
 
--- Leaves an eighth of the signals among the settlements, but at least 500, and hands the others over to later
--- admissions, so that nobody waits long for the admission lock. If it left a fixed number,
--- each of n times as many signals would be handed over up to n times. Returns what is left, in its order.
+-- Leaves an eighth of the signals among the settlements, but at least 500, and hands the others over to
+-- later admissions, so that nobody waits long for the admission lock. If it left a fixed number, the last
+-- of n times that number of signals would be handed over n times. Returns what is left, in its order.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: the signals are appended again, and
 -- their jobs wait at their gate until then.
 create or replace function queue._hand_signals_over(p_ids bigint[], p_kinds text[], p_flags smallint[],

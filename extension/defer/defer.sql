@@ -1,4 +1,4 @@
--- Deferring only appends to the log. Decisions that need agreement are made after the commit
+-- Deferring: it only appends to the log. Decisions that need agreement are made after the commit
 -- (admit/admission.sql). extension/macros names the bits of flags.
 
 -- Locks: the row of its idempotency key, then that of its queueing lock. It takes no other lock that anybody

@@ -1,5 +1,5 @@
--- Groups have a name and are open for jobs until they are closed. Their callbacks are jobs that are deferred
--- when all jobs of the group have ended, when all have succeeded, or when one has failed.
+-- Open groups: they have a name, and jobs join them until they are closed. Their callbacks are jobs that are
+-- deferred when all jobs of the group have ended, when all have succeeded, or when one has failed.
 
 -- Locks: the group's row. Transactions that open one name wait for each other, as with any unique key.
 -- Why no wake-up is lost: nobody waits for an open group.

@@ -60,10 +60,10 @@ begin
   return v_run;
 end $$;
 
--- The first instant later than the whole second `after` whose local time matches; NULL as in _cron_next.
--- The search goes from one stretch of constant offset to the next. A change of offset matters in the 24 hours
--- after the point reached, because clocks set back show earlier times again. It also matters in the 24 hours
--- before the match, because clocks set forward get there sooner. The search skips the time between.
+-- The first instant later than the whole second `after` whose local time matches; NULL as in _cron_next. The
+-- search goes from one stretch of constant offset to the next. A change of offset matters only in two spans:
+-- in the 24 hours after the point reached, because clocks set back show earlier times again, and in the 24
+-- hours before the match, because clocks set forward get there sooner. The search skips the time between.
 create or replace function queue._cron_next_elapsed(
   cron bigint[], timezone text, after timestamptz)
 returns timestamptz language plpgsql stable parallel safe security invoker as $$

@@ -721,7 +721,7 @@ create table queue.pending_settlement (
   constraint pending_settlement_pkey primary key (xid, seq)
 );
 
--- Settlements that are not settled: those that the cursor has not passed, and those that were shelved. The
+-- Open settlements: those that the cursor has not passed, and those that were shelved. The
 -- view finds them by equal xids and from next_xid on, so that dead rows cost nothing while a transaction that
 -- stays open keeps them. Private.
 create view queue.unsettled as
@@ -5285,7 +5285,7 @@ begin
 end $$;
 
 -- defer/defer.sql
--- Deferring only appends to the log. Decisions that need agreement are made after the commit
+-- Deferring: it only appends to the log. Decisions that need agreement are made after the commit
 -- (admit/admission.sql). extension/macros names the bits of flags.
 
 -- Locks: the row of its idempotency key, then that of its queueing lock. It takes no other lock that anybody
@@ -5440,8 +5440,8 @@ begin
 end $$;
 
 -- defer/open_groups.sql
--- Groups have a name and are open for jobs until they are closed. Their callbacks are jobs that are deferred
--- when all jobs of the group have ended, when all have succeeded, or when one has failed.
+-- Open groups: they have a name, and jobs join them until they are closed. Their callbacks are jobs that are
+-- deferred when all jobs of the group have ended, when all have succeeded, or when one has failed.
 
 -- Locks: the group's row. Transactions that open one name wait for each other, as with any unique key.
 -- Why no wake-up is lost: nobody waits for an open group.
@@ -5839,10 +5839,10 @@ begin
   return v_run;
 end $$;
 
--- The first instant later than the whole second `after` whose local time matches; NULL as in _cron_next.
--- The search goes from one stretch of constant offset to the next. A change of offset matters in the 24 hours
--- after the point reached, because clocks set back show earlier times again. It also matters in the 24 hours
--- before the match, because clocks set forward get there sooner. The search skips the time between.
+-- The first instant later than the whole second `after` whose local time matches; NULL as in _cron_next. The
+-- search goes from one stretch of constant offset to the next. A change of offset matters only in two spans:
+-- in the 24 hours after the point reached, because clocks set back show earlier times again, and in the 24
+-- hours before the match, because clocks set forward get there sooner. The search skips the time between.
 create or replace function queue._cron_next_elapsed(
   cron bigint[], timezone text, after timestamptz)
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
@@ -8931,11 +8931,11 @@ end $$;
 -- The last gate: jobs become ready if their concurrency keys have free slots.
 -- Tests: admit/slots.sql, admit/enter_slots.sql, admit/shares.slots.sql.
 
--- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot.
--- p_from, p_places, p_moves: the key whose line each job headed, its place there (_refill), and how often it
--- has changed lines. grown: keys whose limit has grown, or for which a job waits that would fit. passed: keys
--- for which a job waits that may come before a ready one. discarded: jobs in no gate that would have to wait,
--- and must be discarded instead (on_limit).
+-- Sends jobs that have passed every other gate to queue.active_job, or lets them wait for a slot. p_from,
+-- p_places, p_moves: the key in whose line each job had come to the front, its place there (_refill), and
+-- how often it has changed lines. grown: keys whose limit has grown, or for which a job waits that would
+-- fit. passed: keys for which a job waits that may come before a ready one. discarded: jobs in no gate that
+-- would have to wait, and must be discarded instead (on_limit).
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._enter_slots(p_ids bigint[], p_from text[] default null,
   p_places timestamptz[] default null, p_moves smallint[] default null, out discarded bigint[],
@@ -11764,9 +11764,9 @@ begin
   end if;
 end $$;
 
--- Leaves an eighth of the signals among the settlements, but at least 500, and hands the others over to later
--- admissions, so that nobody waits long for the admission lock. If it left a fixed number,
--- each of n times as many signals would be handed over up to n times. Returns what is left, in its order.
+-- Leaves an eighth of the signals among the settlements, but at least 500, and hands the others over to
+-- later admissions, so that nobody waits long for the admission lock. If it left a fixed number, the last
+-- of n times that number of signals would be handed over n times. Returns what is left, in its order.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: the signals are appended again, and
 -- their jobs wait at their gate until then.
 create or replace function queue._hand_signals_over(p_ids bigint[], p_kinds text[], p_flags smallint[],
@@ -17019,12 +17019,12 @@ end $$;
 --
 -- Why no job starves: a worker that runs nothing gets a quarantined job first, and the next time the others
 -- first; so both get their turn while both are ready. A worker that always runs something would never take a
--- quarantined job. So if one has waited for 5 s since its crash, one worker that may run it runs dry: it gets
--- no more jobs until its own have ended. It does so for a quarter of the time that the job has waited by
--- then, and at least for 30 s. If that was too short, the worker takes jobs again for four times as long,
--- while another one may run dry. The other one does so for longer, because the job has waited longer by then.
--- So the job's turn comes within a small multiple of the duration of the longest jobs. At most one worker of
--- a queue runs dry at a time, for a fifth of its time.
+-- quarantined job. So if one has waited for 5 s since its crash, one worker that may run it runs dry: it
+-- gets no more jobs until its own have ended. It does so for at most a quarter of the time that the job has
+-- waited by then, or 30 s if that is longer. If that was too short, the worker takes jobs again for four
+-- times as long, while another one may run dry. The other one does so for longer, because the job has waited
+-- longer by then. So the job's turn comes within a small multiple of the duration of the longest jobs. At
+-- most one worker of a queue runs dry at a time, for a fifth of its time.
 --
 -- To find out what a worker runs, queue.active_job is read: there is no index from a worker to its claims,
 -- because each claim would pay for it. This is done only if a quarantined job is ready, and if it takes long,
@@ -17315,8 +17315,8 @@ begin
 end $$;
 
 -- How many jobs to claim if a worker asks for many: as many as fitted into this session's last full answer,
--- and an eighth more each time that an answer leaves room. An undelivered claim costs
--- more than another call.
+-- and an eighth more each time that an answer leaves room. An undelivered claim costs more than another
+-- call.
 create or replace function queue._fitting(p_max_jobs integer)
 returns integer language plpgsql stable parallel safe security invoker as $$
 begin

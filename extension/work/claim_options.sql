@@ -127,8 +127,8 @@ begin
 end $$;
 
 -- How many jobs to claim if a worker asks for many: as many as fitted into this session's last full answer,
--- and an eighth more each time that an answer leaves room. An undelivered claim costs
--- more than another call.
+-- and an eighth more each time that an answer leaves room. An undelivered claim costs more than another
+-- call.
 create or replace function queue._fitting(p_max_jobs integer)
 returns integer language plpgsql stable parallel safe security invoker as $$
 begin

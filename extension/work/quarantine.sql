@@ -7,12 +7,12 @@
 --
 -- Why no job starves: a worker that runs nothing gets a quarantined job first, and the next time the others
 -- first; so both get their turn while both are ready. A worker that always runs something would never take a
--- quarantined job. So if one has waited for 5 s since its crash, one worker that may run it runs dry: it gets
--- no more jobs until its own have ended. It does so for a quarter of the time that the job has waited by
--- then, and at least for 30 s. If that was too short, the worker takes jobs again for four times as long,
--- while another one may run dry. The other one does so for longer, because the job has waited longer by then.
--- So the job's turn comes within a small multiple of the duration of the longest jobs. At most one worker of
--- a queue runs dry at a time, for a fifth of its time.
+-- quarantined job. So if one has waited for 5 s since its crash, one worker that may run it runs dry: it
+-- gets no more jobs until its own have ended. It does so for at most a quarter of the time that the job has
+-- waited by then, or 30 s if that is longer. If that was too short, the worker takes jobs again for four
+-- times as long, while another one may run dry. The other one does so for longer, because the job has waited
+-- longer by then. So the job's turn comes within a small multiple of the duration of the longest jobs. At
+-- most one worker of a queue runs dry at a time, for a fifth of its time.
 --
 -- To find out what a worker runs, queue.active_job is read: there is no index from a worker to its claims,
 -- because each claim would pay for it. This is done only if a quarantined job is ready, and if it takes long,

@@ -247,9 +247,9 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
 
         They call coroutine functions in their event loop, others in a thread. The function gets a
         `JobEvent` when a job has failed for good (`exhausted`), will be retried (`retry`), or has
-        lost its process or transaction (`crash`). If a whole worker dies, no hook is called for its
-        jobs: only the database knows their fate. The function gets the `Worker` before that takes
-        jobs (`worker_start`), and after it has returned the last one (`worker_stop`).
+        lost its process or transaction (`crash`). If a whole worker dies, no hook is called for
+        its jobs: only the database knows their fate. The function gets the `Worker` before the
+        worker takes jobs (`worker_start`), and after it has returned the last one (`worker_stop`).
         """
         check_event(event)
 

@@ -174,8 +174,9 @@ class StepFailed(PgDeferError):
     """A step of a durable job has failed for good, by its own retry policy.
 
     `step` is its name, `error` the text of its last error. All later runs raise it again, so a
-    handler that does not catch it fails the job at once. `Job.retry` tries the step again. Only in
-    the run in which the step fails, `__cause__` is the error itself.
+    handler that does not catch it fails the job at once. `Job.retry` tries the step again if the
+    handler has begun no other since; otherwise pass `from_step`. Only in the run in which the step
+    fails, `__cause__` is the error itself.
     """
 
     def __init__(self, step: str, error: str) -> None:

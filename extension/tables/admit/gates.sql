@@ -139,7 +139,7 @@ create table queue.pending_settlement (
   constraint pending_settlement_pkey primary key (xid, seq)
 );
 
--- Settlements that are not settled: those that the cursor has not passed, and those that were shelved. The
+-- Open settlements: those that the cursor has not passed, and those that were shelved. The
 -- view finds them by equal xids and from next_xid on, so that dead rows cost nothing while a transaction that
 -- stays open keeps them. Private.
 create view queue.unsettled as

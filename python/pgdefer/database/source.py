@@ -70,7 +70,7 @@ DEFAULTS: dict[str, Any] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 20_000,
 }
-# The text of an SQLAlchemy URL.
+# The text of a SQLAlchemy URL.
 _WHOLE_URL = "pass url.render_as_string(hide_password=False)"
 # libpq's parameters; those of pools and of Django include psycopg's own.
 _LIBPQ = frozenset(option.keyword.decode() for option in psycopg.pq.Conninfo.get_defaults())
@@ -284,7 +284,7 @@ def _check(dsn: str) -> None:
     if named.get("password") == "***":
         raise InvalidParameter(
             "the password in the DSN is ***",
-            hint=f"str(url) hides that of an SQLAlchemy URL: {_WHOLE_URL}.",
+            hint=f"str(url) hides that of a SQLAlchemy URL: {_WHOLE_URL}.",
         )
 
 

@@ -37,7 +37,7 @@ async def extend_async(client: Client, id: int, claim: int, lease: dt.timedelta)
 
 
 async def attempts_left_async(client: Client, id: int, claim: int) -> tuple[int | None, bool]:
-    """Return after how many failures a job fails for good, and whether this run's would be that.
+    """Return after how many failures a job fails for good, and whether one now would be the last.
 
     The number is None if there is no limit.
     """

@@ -67,7 +67,7 @@ class JobAborted(PgDeferError):  # noqa: N818
 class RetryLater(PgDeferError):  # noqa: N818
     """Raised or returned by a handler to have the job run again later. This is not a failure.
 
-    The next run comes after `at`, and once `needs` allow it, which are added to the job's needs.
+    The next run comes after `at`, and once `needs`, which are added to the job's needs, allow it.
     With `needs=None` it comes as soon as `at` allows, whatever the states of its needs.
     """
 

@@ -152,7 +152,7 @@ class MultiWorker:
     def run(self) -> None:
         """Run until a signal: `stop` at the first SIGTERM, SIGINT or SIGHUP.
 
-        At a second one, or at SIGQUIT, `stop_at_once`.
+        At a second SIGTERM or SIGINT, or at SIGQUIT, `stop_at_once`.
         """
         run_until_signal(self.run_async, self._note_unresponsive)
 

@@ -45,9 +45,9 @@ class WorkerOptions(TypedDict, total=False):
     5s, 30m, 2h, 1d or 1w: `slots=["2:30m", 3]`.
 
     `order`: with `listed`, the order of the list of queues goes before priority: no job of a later
-    queue starts while an earlier queue has one that may start. `tasks`: run only jobs of these
-    tasks. `max_running={"reports": 2, "tenant*": 1}`: this worker runs at most so many jobs of each
-    such queue at once; the longest pattern applies.
+    queue starts while an earlier queue has one that may start. It needs a list of queues. `tasks`:
+    run only jobs of these tasks. `max_running={"reports": 2, "tenant*": 1}`: this worker runs at
+    most so many jobs of each such queue at once; the longest pattern applies.
 
     `prefetch`: how many jobs the worker may claim before a slot is free for them (500; with many
     databases, 100 of each; 0: none). It claims only as many as start within about 50 ms, and only

@@ -178,7 +178,7 @@ def check_begins(connection: Any) -> None:
     if getattr(connection.connection.dbapi_connection, "autocommit", False):
         raise PgDeferError(
             "the session's engine is in AUTOCOMMIT, so what the handler has written is committed: "
-            "make the task's sessionmaker of "
+            "bind the task's sessionmaker to "
             "engine.execution_options(isolation_level='READ COMMITTED')"
         )
 

@@ -127,7 +127,7 @@ class _Watch:
         self._to_check.put(self._told)
 
     def hear(self) -> bool:
-        """Note that the loop has heard of all signals; return whether it had heard of none."""
+        """Note that the loop has heard of all signals; return whether it had heard none."""
         is_first = self._heard == 0
         self._heard = self._told
         return is_first

@@ -168,7 +168,7 @@ class Worker:
     def run(self) -> None:
         """Run until a signal: `stop` at the first SIGTERM, SIGINT or SIGHUP.
 
-        At a second one, or at SIGQUIT, `stop_at_once`.
+        At a second SIGTERM or SIGINT, or at SIGQUIT, `stop_at_once`.
         """
         run_until_signal(self.run_async, self.executor.note_unresponsive)
 
