@@ -1,5 +1,5 @@
 -- The common case of locks, in one statement: nothing but their turn counts for the next jobs.
--- Tests: admit/pass_turns.sql; compared with the general way, in tests/py/races/test_short_ways.py. Two
+-- Tests: admit/pass_turns.sql; compared with the general way, in tests/py/races/test_fast_paths.py. Two
 -- sessions: admit/locks.late_defer.spec.
 
 -- Claims of jobs with ordered locks have ended. Removes the jobs from their locks and makes the next ones

@@ -86,14 +86,14 @@ comment on function queue.peek(text[], integer) is
     ' which another full key stops, and some jobs of a queue at its limit whose jobs have just ended.'
     ' Sensitive args read *** for all but the owner.';
 
--- Ready jobs whose last claim has ended, and that are not admitted again yet: at most 1,000 of them.
+-- Ready jobs whose last claim has ended, and that are not admitted again yet: at most 100 of them.
 create or replace function queue._ready_again(p_queues text[])
 returns table (id bigint, queue text, priority integer, deadline timestamptz)
 language plpgsql stable parallel safe security invoker as $$
 begin
   return query
     select j.id, j.queue, j.priority, coalesce(j.deadline, 'infinity')
-    from (select distinct h.job_id from queue.unsettled h where h.kind = 'again' limit 1000) h
+    from (select distinct h.job_id from queue.unsettled h where h.kind = 'again' limit 100) h
     cross join lateral (select j.* from queue.all_jobs j where j.id = h.job_id offset 0) j
     where j.state = 'ready' and j.reason is null
       and not exists (select from queue.active_job aj where aj.id = j.id)

@@ -1450,7 +1450,8 @@ from queue.job_now j
 -- what the next admission has yet to do for a job that runs again; read once, and only for such jobs
 left join lateral (
   select (select jsonb_object_agg(u.job_id, u.payload order by u.payload is not null, u.seq)
-    from queue.unsettled u where u.kind = 'again') -> j.id::text as payload) h on j.claims > 0
+    from queue.unsettled u where u.kind = 'again') -> j.id::text as payload
+  where j.claims > 0 offset 0) h on true
 cross join lateral (
   select h.payload ->> 'state' as state, h.payload -> 'change' as change,
     coalesce(h.payload #>> '{change,queue}', j.queue) as queue,
@@ -11106,7 +11107,7 @@ end $$;
 
 -- admit/pass_turns.sql
 -- The common case of locks, in one statement: nothing but their turn counts for the next jobs.
--- Tests: admit/pass_turns.sql; compared with the general way, in tests/py/races/test_short_ways.py. Two
+-- Tests: admit/pass_turns.sql; compared with the general way, in tests/py/races/test_fast_paths.py. Two
 -- sessions: admit/locks.late_defer.spec.
 
 -- Claims of jobs with ordered locks have ended. Removes the jobs from their locks and makes the next ones
@@ -16775,7 +16776,7 @@ end $$;
 -- admission lock: to append a settlement costs more, and the next fetch would have to wait as well.
 -- Locks: the admission lock, waited for up to 50 ms.
 -- Why no wake-up is lost: see admit/admission.sql; if it claims as many jobs as have ended, no more are ready
--- than before. Two sessions: tests/py/races/test_short_ways.py.
+-- than before. Two sessions: tests/py/races/test_fast_paths.py.
 create or replace function queue._settle_and_claim(p_ids bigint[], p_flags smallint[], p_worker bigint,
   p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -21451,14 +21452,14 @@ comment on function queue.peek(text[], integer) is
     ' which another full key stops, and some jobs of a queue at its limit whose jobs have just ended.'
     ' Sensitive args read *** for all but the owner.';
 
--- Ready jobs whose last claim has ended, and that are not admitted again yet: at most 1,000 of them.
+-- Ready jobs whose last claim has ended, and that are not admitted again yet: at most 100 of them.
 create or replace function queue._ready_again(p_queues text[])
 returns table (id bigint, queue text, priority integer, deadline timestamptz)
 language plpgsql stable parallel safe security invoker as $$
 begin
   return query
     select j.id, j.queue, j.priority, coalesce(j.deadline, 'infinity')
-    from (select distinct h.job_id from queue.unsettled h where h.kind = 'again' limit 1000) h
+    from (select distinct h.job_id from queue.unsettled h where h.kind = 'again' limit 100) h
     cross join lateral (select j.* from queue.all_jobs j where j.id = h.job_id offset 0) j
     where j.state = 'ready' and j.reason is null
       and not exists (select from queue.active_job aj where aj.id = j.id)

@@ -88,7 +88,7 @@ end $$;
 -- admission lock: to append a settlement costs more, and the next fetch would have to wait as well.
 -- Locks: the admission lock, waited for up to 50 ms.
 -- Why no wake-up is lost: see admit/admission.sql; if it claims as many jobs as have ended, no more are ready
--- than before. Two sessions: tests/py/races/test_short_ways.py.
+-- than before. Two sessions: tests/py/races/test_fast_paths.py.
 create or replace function queue._settle_and_claim(p_ids bigint[], p_flags smallint[], p_worker bigint,
   p_queues text[], p_max_jobs integer, out ids bigint[], out first_claim bigint)
 language plpgsql volatile parallel unsafe security invoker as $$

@@ -265,7 +265,9 @@ def _original(error: BaseException) -> Any:
     """Return the driver's error, from one that SQLAlchemy or Django raised in its place."""
     if type(error).__module__ == "django.db.utils" and isinstance(error.__cause__, psycopg.Error):
         return error.__cause__
-    original = getattr(error, "orig", None) or error
+    original = getattr(error, "orig", None)
+    if original is None:
+        return error
     # SQLAlchemy's own error of asyncpg leaves some of it out, which depends on the version.
     cause = original.__cause__
     return cause if type(cause).__module__.startswith("asyncpg.") else original

@@ -112,7 +112,8 @@ from queue.job_now j
 -- what the next admission has yet to do for a job that runs again; read once, and only for such jobs
 left join lateral (
   select (select jsonb_object_agg(u.job_id, u.payload order by u.payload is not null, u.seq)
-    from queue.unsettled u where u.kind = 'again') -> j.id::text as payload) h on j.claims > 0
+    from queue.unsettled u where u.kind = 'again') -> j.id::text as payload
+  where j.claims > 0 offset 0) h on true
 cross join lateral (
   select h.payload ->> 'state' as state, h.payload -> 'change' as change,
     coalesce(h.payload #>> '{change,queue}', j.queue) as queue,

@@ -91,9 +91,16 @@ def test_a_task_of_another_backend_is_refused(shop: str) -> None:
 
 
 def test_a_task_runs_after_an_interval(shop: str) -> None:
+    hour = dt.timedelta(hours=1)
     never = add.using(run_after=timezone.now() + dt.timedelta(days=9))
-    for later in (add, never):
-        result = later.using(run_after=dt.timedelta(hours=1)).enqueue(1)
+    soon = add.using(run_after=dt.timedelta(minutes=1))
+    for later in (
+        add.using(run_after=hour),
+        never.using(run_after=hour),
+        soon.using(run_after=hour),
+        soon.using(run_after=timezone.now() + hour),
+    ):
+        result = later.enqueue(1)
         job = Job.objects.get(id=int(result.id))
         after = job.scheduled_at - job.created_at
-        assert dt.timedelta(hours=1) <= after < dt.timedelta(hours=2)
+        assert hour * 0.9 < after < hour * 2

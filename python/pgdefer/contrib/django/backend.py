@@ -66,8 +66,11 @@ class PgDeferTask(Task):
         if unknown := sorted(changes.keys() & _OF_TASKS):
             raise TypeError(f"{', '.join(unknown)}: say it in the decorator, as workers must know")
         changes = {name: value for name, value in changes.items() if value is not None}
-        if isinstance(after := changes.get("run_after"), dt.timedelta):
+        after = changes.get("run_after")
+        if isinstance(after, dt.timedelta):
             changes.update(run_after=None, delay=after)  # by the database's clock
+        elif after is not None:  # in place of an earlier one
+            changes["options"] = {k: v for k, v in self.options.items() if k != "delay"}
         return dataclasses.replace(self, **changes)
 
     def __hash__(self) -> int:
