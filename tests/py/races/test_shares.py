@@ -88,10 +88,10 @@ def test_no_window_has_more_starts_than_the_rate(
     dsn: str, conn: Connection, n: int, workers: int
 ) -> None:
     """By started_at, while the limit is changed, in both directions."""
-    window, limits = 0.05, itertools.cycle([40, 10, 25])
+    window, limits = 0.05, itertools.cycle([2, 40, 10])  # 2: the next change comes in time
     conn.execute(
         "select count(queue.defer('t', options => %s)) from generate_series(1, %s)",
-        [json.dumps({"concurrency": [{"key": "k", "rate": {"limit": 25, "per": "0.05 s"}}]}), n],
+        [json.dumps({"concurrency": [{"key": "k", "rate": {"limit": 5, "per": "0.05 s"}}]}), n],
     )
 
     def work() -> None:
@@ -112,7 +112,7 @@ def test_no_window_has_more_starts_than_the_rate(
         return bool(is_left)
 
     conn.execute("select queue.tick()")
-    changes: list[tuple[float, float, int]] = [(0, 0, 25)]  # begun, over, the limit from then on
+    changes: list[tuple[float, float, int]] = [(0, 0, 5)]  # begun, over, the limit from then on
     with ThreadPoolExecutor(workers) as pool:
         working = [pool.submit(work) for _ in range(workers)]
         while wait(working, 6 * window).not_done:
