@@ -31,14 +31,9 @@ declare
   v_found integer := 0;
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
   v_hidden jsonb;
-  v_moved jsonb;  -- the new queue of each job whose last claim's end has changed it, and is not settled yet
 begin
   {{installed}}
   v_hidden := queue._hidden_paths();
-  if search.queue is not null or v_allowed is not null then
-    select jsonb_object_agg(u.job_id, u.payload #> '{change,queue}' order by u.seq) into v_moved
-    from queue.unsettled u where u.kind = 'again' and u.payload #> '{change,queue}' is not null;
-  end if;
   loop
     v_ids := queue._candidates(search.state, v_before, v_n);
     v_hits := '{}';
@@ -55,10 +50,9 @@ begin
         -- Masked before the pattern is compared, so that no pattern can find out what is hidden.
         select queue._mask_args(v_hidden -> j.task,
             coalesce(queue._replacement(u.id, j.flags) -> 'args', j.args)) as args,
-          (search.queue is null or queue._matches(q.queue, search.queue))
+          (search.queue is null or queue._matches(j.queue, search.queue))
             and (search.task is null or j.task = search.task)
-            and (v_allowed is null or queue._allows(v_allowed, q.queue)) as is_asked
-        from (select coalesce(v_moved ->> u.id::text, j.queue) as queue) q) x
+            and (v_allowed is null or queue._allows(v_allowed, j.queue)) as is_asked) x
       order by u.n
     loop
       v_before := v_job.id;
