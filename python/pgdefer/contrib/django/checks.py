@@ -12,7 +12,7 @@ from typing import Any
 import psycopg
 from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
-from django.db import DEFAULT_DB_ALIAS, DatabaseError, connections
+from django.db import DatabaseError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
 from django.utils.module_loading import import_string
 
@@ -92,9 +92,10 @@ def check_database(
 ) -> list[checks.CheckMessage]:
     """Check that the queue is installed in this package's version, if databases are checked."""
     try:
-        alias = conf.read().DATABASE
+        settings = conf.read()
     except (ImproperlyConfigured, TypeError):
         return []  # check_settings says so
+    alias = settings.DATABASE
     if alias not in (databases or ()) or alias not in connections:
         return []
     if not _is_fit(connections[alias]):
@@ -108,10 +109,9 @@ def check_database(
         tables = None
     if tables is None:
         text = f"the queue is not installed in the database {alias!r}"
-        where = "" if alias == DEFAULT_DB_ALIAS else f" pgdefer --database {alias}"
-        hint = f"manage.py migrate{where}"
         # It may have run when the queue was meant for another database.
-        hint += "; where that has nothing to do, manage.py pgdefer install"
+        otherwise = "; where that has nothing to do, manage.py pgdefer install"
+        hint = settings.migrate_command + otherwise
         return [checks.Warning(text, hint=hint, id="pgdefer.W001")]
     if not is_at_least(tables, offered_version()):
         text = f"the queue of the database {alias!r} is {tables}, and this package has "

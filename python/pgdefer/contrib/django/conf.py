@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 from django.conf import settings as project
 from django.core.exceptions import ImproperlyConfigured
+from django.db import DEFAULT_DB_ALIAS
 
 from pgdefer.database.install import Form
 
@@ -38,6 +39,13 @@ class Settings:
     DEFER_MIDDLEWARE: Sequence[str] = ()
     HEADERS: str | None = None
     FORM: str = "auto"
+
+    @property
+    def migrate_command(self) -> str:
+        """The command that installs the queue; in another database it migrates nothing else."""
+        if self.DATABASE == DEFAULT_DB_ALIAS:
+            return "manage.py migrate"
+        return f"manage.py migrate pgdefer --database {self.DATABASE}"
 
 
 def read() -> Settings:

@@ -18,7 +18,6 @@ import typer
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management.base import BaseCommand
-from django.db import DEFAULT_DB_ALIAS
 from django.utils import autoreload
 
 from pgdefer.cli._base import Exit, cli
@@ -68,9 +67,7 @@ def _run(arguments: list[str], *, reloads: bool) -> int:
     for wrong in check_aliases(conf.read()):
         raise ImproperlyConfigured(f"{wrong.msg}. {wrong.hint}" if wrong.hint else wrong.msg)
     environment, argv, remedy = dict(os.environ), sys.argv, NotInstalled.remedy
-    alias = conf.read().DATABASE
-    where = "" if alias == DEFAULT_DB_ALIAS else f" pgdefer --database {alias}"
-    NotInstalled.remedy = f"Run `manage.py migrate{where}`, which installs it."
+    NotInstalled.remedy = f"Run `{conf.read().migrate_command}`, which installs it."
     reloader = _Reloader(argv) if reloads else None
     if _runs_jobs(arguments):
         # A supervisor starts its processes by these, without Django's command around them.
