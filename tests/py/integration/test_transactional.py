@@ -7,7 +7,7 @@ import contextlib
 import contextvars
 import random
 import secrets
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import psycopg
@@ -374,20 +374,31 @@ async def test_what_the_handler_may_not_leave_open(
     assert (last["state"], effects(conn)) == ("succeeded", [1])
 
 
-async def test_an_error_that_a_session_swallows(
-    app: App, jobs: Jobs, url: sa.URL, is_async: bool
-) -> None:
+@pytest.fixture
+async def sessions(url: sa.URL, is_async: bool) -> AsyncIterator[Any]:
+    """A sessionmaker, for a coroutine or for a function."""
     if is_async:
         async_engine = sa_async.create_async_engine(url)
+        yield sa_async.async_sessionmaker(async_engine)
+        await async_engine.dispose()
+    else:
+        engine = sa.create_engine(url)
+        yield orm.sessionmaker(engine)
+        engine.dispose()
 
-        @app.task(transactional=sa_async.async_sessionmaker(async_engine), name="t")
+
+async def test_an_error_that_a_session_swallows(
+    app: App, jobs: Jobs, sessions: Any, is_async: bool
+) -> None:
+    if is_async:
+
+        @app.task(transactional=sessions, name="t")
         async def coroutine(session: sa_async.AsyncSession) -> None:
             with contextlib.suppress(sa.exc.DBAPIError):
                 await session.execute(sa.text("select 1/0"))
     else:
-        engine = sa.create_engine(url)
 
-        @app.task(transactional=orm.sessionmaker(engine), name="t")
+        @app.task(transactional=sessions, name="t")
         def function(session: orm.Session) -> None:
             with contextlib.suppress(sa.exc.DBAPIError):
                 session.execute(sa.text("select 1/0"))
@@ -397,26 +408,20 @@ async def test_an_error_that_a_session_swallows(
         (row,) = await jobs.end()
     assert (row["state"], row["failures"], row["crashes"]) == ("failed", 1, 0)
     assert "has failed, which has ended the transaction" in row["error"]
-    if is_async:
-        await async_engine.dispose()
-    else:
-        engine.dispose()
 
 
 async def test_what_a_handler_may_not_do_with_its_session(
-    app: App, jobs: Jobs, url: sa.URL, is_async: bool
+    app: App, jobs: Jobs, sessions: Any, is_async: bool
 ) -> None:
     if is_async:
-        async_engine = sa_async.create_async_engine(url)
 
-        @app.task(transactional=sa_async.async_sessionmaker(async_engine), name="t")
+        @app.task(transactional=sessions, name="t")
         async def coroutine(session: sa_async.AsyncSession, what: str) -> None:
             await session.execute(sa.text("select 1"))
             await getattr(session, what)()
     else:
-        engine = sa.create_engine(url)
 
-        @app.task(transactional=orm.sessionmaker(engine), name="t")
+        @app.task(transactional=sessions, name="t")
         def function(session: orm.Session, what: str) -> None:
             session.execute(sa.text("select 1"))
             getattr(session, what)()
@@ -428,10 +433,6 @@ async def test_what_a_handler_may_not_do_with_its_session(
     for row in rows:
         assert (row["state"], row["failures"], row["crashes"]) == ("failed", 1, 0)
         assert "has ended its transaction" in row["error"]
-    if is_async:
-        await async_engine.dispose()
-    else:
-        engine.dispose()
 
 
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg", None])
