@@ -1447,7 +1447,8 @@ select j.id, j.task, g.queue,
             || coalesce(nullif(j.options -> 'terms' -> (k.n - 1)::integer, 'null'), '{}') order by k.n))
         from unnest(j.keys, j.limits) with ordinality k (key, most, n)) end, '{}') as options
 from queue.job_now j
--- what the next admission has yet to do for a job that runs again; read once, and only for such jobs
+-- What the next admission has yet to do for a job that runs again; JSON null: only to admit it. All of it is
+-- read once, and only if the job has run before.
 left join lateral (
   select (select jsonb_object_agg(u.job_id, u.payload order by u.payload is not null, u.seq)
     from queue.unsettled u where u.kind = 'again') -> j.id::text as payload
