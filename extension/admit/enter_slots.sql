@@ -63,11 +63,10 @@ begin
   passed := v_taken.passed;
 end $$;
 
--- Like _enter_slots, for jobs whose places are known (_queue_entries). A key's line, here: the jobs of a lane
--- that wait for it, in their order. p_is_refill: the jobs need not queue up behind those that wait. But a job
--- from another key's line does so if the first job in this key's line comes before it, by deadline and id;
--- where shares take turns, by id. So a heavy job that has become the first is passed only by jobs that come
--- before it, and not for ever by jobs that wait for another key.
+-- Like _enter_slots, for jobs whose places are known (_queue_entries). p_is_refill: the jobs need not queue up
+-- behind those that wait. But a job from another key's line does so if the first job in this key's line comes
+-- before it, by deadline and id; where shares take turns, by id. So a heavy job that has become the first is
+-- passed only by jobs that come before it, and not for ever by jobs that wait for another key.
 --
 -- Why this ends: suppose that no claim ends, and that some jobs change lines for ever. Reserved slots of a
 -- key become free only if a job arrives, leaves the line of a later key, or gives them back there, once each
@@ -87,8 +86,7 @@ end $$;
 -- p_by_turns: shares take turns at slots for which no job waits yet, and the jobs that get them count as
 -- turns in the line that begins.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
--- With a function of its own for the loop, 50 jobs with a key would take 0.1 % more instructions.
--- In one piece, because the loop shares its arrays: that function would take 11 arguments and return 9.
+-- In one piece, because a function for the loop would take 11 arguments and return 9.
 create or replace function queue._take_slots(
   p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[], p_flags smallint[], p_attempts smallint[],
   p_is_refill boolean, p_from text[] default null, p_places timestamptz[] default null,
@@ -96,134 +94,83 @@ create or replace function queue._take_slots(
   out discarded bigint[], out grown text[], out passed text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  -- ns, pairs: which job has which (key, lane); keys, lanes: the distinct ones
-  v_keys record;
-  v_counts record;                                   -- the counts of each (key, lane)
+  v_asked record;                             -- _slot_requests
+  v_lines record;                             -- _slot_lines; a line's number is that of its (key, lane)
+  v_heads record;                             -- _line_heads
+  v_turns integer[];                          -- the order of p_ids, if not that
+  v_n integer;
   v_row integer := 1;
   v_first integer;
   v_pair integer;
-  v_shut integer;
-  v_ready integer[];                          -- the counts to add to it
-  v_waiting integer[];
-  v_lows bigint[];
-  v_low_deadlines timestamptz[];
-  v_pass integer[] := '{}'::integer[];
-  v_wait integer[] := '{}'::integer[];
-  v_wait_pairs integer[] := '{}'::integer[];
-  v_wait_weights integer[] := '{}'::integer[];
+  v_shut integer;                             -- the first line of a job that it can't pass
   v_weight integer;
   v_fits boolean;
   v_is_behind boolean;                        -- the first job of the line comes before it
+  v_pass integer[] := '{}'::integer[];        -- places of jobs in p_ids
+  v_wait integer[] := '{}'::integer[];
+  v_wait_pairs integer[] := '{}'::integer[];
   v_wait_keys text[] := '{}'::text[];
+  v_wait_weights integer[] := '{}'::integer[];
   v_moves smallint;
   v_wait_moves smallint[] := '{}'::smallint[];
-  v_reserved integer[];                       -- the counts to add to it
+  v_places timestamptz[];
+  v_back integer[] := '{}'::integer[];        -- lines to which one of their jobs goes back
   v_reserved_ids bigint[];                    -- the jobs that reserve slots of v_reserved_keys
   v_reserved_keys text[];
-  v_places timestamptz[];
-  v_head_places timestamptz[];                -- the first waiting job of each (key, lane)
-  v_head_ids bigint[];
-  v_behind_heavy integer[];                   -- lines that wait for a heavy job (_heavy_waiting)
-  v_back integer[] := '{}'::integer[];        -- lines to which one of their jobs goes back
-  v_turns integer[];                          -- the order of p_ids, if not that
-  v_n integer;
   v_had integer[];                            -- jobs that have had their turns, at v_had_keys
   v_had_keys text[];
+  v_ready integer[];                          -- the counts to add to each line
+  v_waiting integer[];
+  v_reserved integer[];
+  v_lows bigint[];
+  v_low_deadlines timestamptz[];
 begin
-  select array_agg(x.n order by x.n, x.pair) as ns, array_agg(x.pair order by x.n, x.pair) as pairs,
-    array_agg(x.key) as set_keys, array_agg(x.slots) as set_slots, array_agg(x.id) as set_ids,
-    array_agg(x.rate_limit) as set_rate_limits, array_agg(x.rate_per) as set_rate_pers,
-    array_agg(x.weight order by x.n, x.pair) as weights,
-    array_agg(x.key order by x.pair) filter (where x.is_first) as keys,
-    array_agg(x.lane order by x.pair) filter (where x.is_first) as lanes,
-    array_agg(x.newest order by x.pair) filter (where x.is_first) as newest,
-    array_agg(x.id) filter (where x.discards and not p_is_refill and queue._try_lock_queueing_lock(x.id))
-      as discards
-  into v_keys
-  from (
-    select x.n, x.id, x.key, x.slots, x.discards, x.lane, x.weight, x.rate_limit, x.rate_per,
-      dense_rank() over (order by x.key, x.lane)::integer as pair,
-      row_number() over (partition by x.key, x.lane) = 1 as is_first,
-      max(x.id) over (partition by x.key, x.lane) as newest
-    from (select x.n, x.id, x.key, x.slots, x.discards, x.weight, x.rate_limit, x.rate_per,
-        p_lanes[x.n] as lane
-      from queue._keys_of(p_ids, p_flags) x) x) x;
-  grown := queue._set_slots(v_keys.set_keys, v_keys.set_slots, v_keys.set_ids, v_keys.set_rate_limits,
-    v_keys.set_rate_pers);
+  v_asked := queue._slot_requests(p_ids, p_lanes, p_flags, p_is_refill);
+  grown := v_asked.grown;
   if not p_is_refill and exists (select from queue.waiting w where w.reserved is not null) then
     grown := grown || queue._pass_reserved_on(p_ids, p_lanes, p_deadlines, p_flags);
   end if;
-  select array_agg(s.slots order by u.n) as slots, array_agg(s.rate_limit order by u.n) as rates,
-    array_agg({{free_slots}} order by u.n) as free,
-    array_agg(queue._rate_room(u.key, s.rate_limit, s.rate_per, s.rate_limit, clock_timestamp())
-      order by u.n) as rate_room,
-    bool_or(s.rate_limit is not null) as have_rates,
-    -- The newest job of a key, 0 if that is not known.
-    array_agg(s.limit_id order by u.n) as newest,
-    array_agg(coalesce(s.ready[s.at], 0) order by u.n) as ready,
-    array_agg(coalesce(s.waiting[s.at], 0) order by u.n) as waiting,
-    bool_or(s.lanes not in ('{}', array[u.lane])) as have_other_lanes
-  into v_counts
-  from unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n)
-  cross join lateral (
-    select s.slots, s.used, s.rate_limit, s.rate_per, s.limit_id, s.lanes, s.ready, s.waiting,
-      array_position(s.lanes, u.lane) as at
-    from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s;
-  if v_counts.have_other_lanes then
-    v_behind_heavy := array(
-      select u.n
-      from queue._heavy_waiting(v_keys.keys) h
-      join unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n) on u.key = h.key
-      join queue.lane l on l.lane = u.lane
-      where l.queue = h.queue and l.priority < h.priority);
-  end if;
+  v_lines := queue._slot_lines(v_asked.keys, v_asked.lanes);
   if p_from is not null then
-    select array_agg(h.deadline order by u.n), array_agg(h.id order by u.n) into v_head_places, v_head_ids
-    from unnest(v_keys.keys, v_keys.lanes) with ordinality u (key, lane, n)
-    cross join lateral (
-      select s.lows, s.low_deadlines, array_position(s.lanes, u.lane) as at
-      from queue.semaphore s where s.key = u.key order by s.tick desc limit 1) s
-    left join lateral (
-      select w.deadline, w.id from queue.waiting w
-      where w.reason = 'slot' and w.key = u.key and w.lane = u.lane
-        and (w.deadline, w.id) >= (s.low_deadlines[s.at], s.lows[s.at])
-      order by w.deadline, w.id limit 1) h on true;
+    v_heads := queue._line_heads(v_asked.keys, v_asked.lanes);
+  else
+    select null::bigint[] as ids, null::timestamptz[] as places into v_heads;
   end if;
   if p_by_turns and exists (
-    select from unnest(v_keys.pairs, v_keys.weights) u (pair, weight)
+    select from unnest(v_asked.pairs, v_asked.weights) u (pair, weight)
     group by u.pair
-    having v_counts.waiting[u.pair] = 0 and least(v_counts.free[u.pair], v_counts.rate_room[u.pair])
-      - v_counts.ready[u.pair] between 1 and sum(u.weight) - 1)
+    having v_lines.waiting[u.pair] = 0 and least(v_lines.free[u.pair], v_lines.rate_room[u.pair])
+      - v_lines.ready[u.pair] between 1 and sum(u.weight) - 1)
   then
-    v_turns := queue._turns(p_ids, p_lanes, p_deadlines, v_keys.ns, v_keys.pairs);
+    v_turns := queue._turns(p_ids, p_lanes, p_deadlines, v_asked.ns, v_asked.pairs);
   end if;
-  v_ready := array_fill(0, array[cardinality(v_keys.keys)]);
+  v_ready := array_fill(0, array[cardinality(v_asked.keys)]);
   v_waiting := v_ready;
   v_reserved := v_ready;
-  v_lows := array_fill(null::bigint, array[cardinality(v_keys.keys)]);
-  v_low_deadlines := array_fill(null::timestamptz, array[cardinality(v_keys.keys)]);
+  v_lows := array_fill(null::bigint, array[cardinality(v_asked.keys)]);
+  v_low_deadlines := array_fill(null::timestamptz, array[cardinality(v_asked.keys)]);
   for i in 1 .. cardinality(p_ids) loop
     v_n := i;
     if v_turns is not null then
       v_n := v_turns[i];
-      v_row := coalesce(array_position(v_keys.ns, v_n), 0);
+      v_row := coalesce(array_position(v_asked.ns, v_n), 0);
     end if;
     v_first := v_row;
     v_shut := null;
-    while v_keys.ns[v_row] = v_n loop
-      v_pair := v_keys.pairs[v_row];
+    while v_asked.ns[v_row] = v_n loop
+      v_pair := v_asked.pairs[v_row];
       if v_shut is null then
-        v_weight := v_keys.weights[v_row];
-        v_fits := v_counts.ready[v_pair] + v_ready[v_pair]
-          <= least(v_counts.free[v_pair] - least(v_weight, v_counts.slots[v_pair]),
-            v_counts.rate_room[v_pair] - least(v_weight, v_counts.rates[v_pair]));
-        v_is_behind := v_head_ids[v_pair] is not null
-          and (greatest(v_head_places[v_pair], '{{end_of_tags}}'), v_head_ids[v_pair])
+        v_weight := v_asked.weights[v_row];
+        v_fits := v_lines.ready[v_pair] + v_ready[v_pair]
+          <= least(v_lines.free[v_pair] - least(v_weight, v_lines.slots[v_pair]),
+            v_lines.rate_room[v_pair] - least(v_weight, v_lines.rates[v_pair]));
+        v_is_behind := v_heads.ids[v_pair] is not null
+          and (greatest(v_heads.places[v_pair], '{{end_of_tags}}'), v_heads.ids[v_pair])
             < (greatest(p_places[v_n], '{{end_of_tags}}'), p_ids[v_n]);
-        if not v_fits or v_pair = any (v_behind_heavy)
-          or v_counts.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
-          or v_keys.keys[v_pair] = p_from[v_n] and v_pair = any (v_back)
-          or v_keys.keys[v_pair] <> p_from[v_n] and v_is_behind then
+        if not v_fits or v_pair = any (v_lines.behind_heavy)
+          or v_lines.waiting[v_pair] + v_waiting[v_pair] > 0 and not p_is_refill
+          or v_asked.keys[v_pair] = p_from[v_n] and v_pair = any (v_back)
+          or v_asked.keys[v_pair] <> p_from[v_n] and v_is_behind then
           v_shut := v_pair;
         end if;
       end if;
@@ -232,45 +179,45 @@ begin
     if v_shut is null then
       v_pass := v_pass || v_n;
       for i in v_first .. v_row - 1 loop
-        v_pair := v_keys.pairs[i];
-        v_ready[v_pair] := v_ready[v_pair] + v_keys.weights[i];
+        v_pair := v_asked.pairs[i];
+        v_ready[v_pair] := v_ready[v_pair] + v_asked.weights[i];
       end loop;
-    elsif p_ids[v_n] = any (v_keys.discards) then
+    elsif p_ids[v_n] = any (v_asked.discards) then
       discarded := discarded || p_ids[v_n];
     else
-      if not p_is_refill and v_counts.ready[v_shut] > 0
-        and (p_deadlines[v_n] < 'infinity' or v_counts.newest[v_shut] not between 1 and p_ids[v_n]) then
-        passed := array_remove(passed, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
+      if not p_is_refill and v_lines.ready[v_shut] > 0
+        and (p_deadlines[v_n] < 'infinity' or v_lines.newest[v_shut] not between 1 and p_ids[v_n]) then
+        passed := array_remove(passed, v_asked.keys[v_shut]) || v_asked.keys[v_shut];
       end if;
       if v_fits then
         -- The jobs that wait are too heavy, or this job comes before them.
-        grown := array_remove(grown, v_keys.keys[v_shut]) || v_keys.keys[v_shut];
+        grown := array_remove(grown, v_asked.keys[v_shut]) || v_asked.keys[v_shut];
       end if;
       v_waiting[v_shut] := v_waiting[v_shut] + 1;
       v_wait := v_wait || v_n;
       v_wait_pairs := v_wait_pairs || v_shut;
       v_wait_weights := v_wait_weights || nullif(v_weight, 1);
-      v_wait_keys := v_wait_keys || v_keys.keys[v_shut];
+      v_wait_keys := v_wait_keys || v_asked.keys[v_shut];
       v_moves := case when v_row - v_first > 1 then least({{patience}},
-        coalesce(p_moves[v_n] + (v_keys.keys[v_shut] <> p_from[v_n])::integer, 0)) end;
+        coalesce(p_moves[v_n] + (v_asked.keys[v_shut] <> p_from[v_n])::integer, 0)) end;
       v_wait_moves := v_wait_moves || v_moves;
       if v_moves = {{patience}} and v_reserved_ids is null and v_waiting[v_shut] = 1 and not v_is_behind
-        and v_counts.free[v_shut] < least(v_weight, v_counts.slots[v_shut])
-        and queue._may_reserve(p_lanes[v_n], array(select v_keys.keys[k]
-          from unnest(v_keys.pairs[v_first : v_row - 1]) k)) then
-        while v_keys.pairs[v_first] < v_shut loop
-          v_pair := v_keys.pairs[v_first];
-          v_reserved[v_pair] := v_reserved[v_pair] + v_keys.weights[v_first];
+        and v_lines.free[v_shut] < least(v_weight, v_lines.slots[v_shut])
+        and queue._may_reserve(p_lanes[v_n], array(select v_asked.keys[k]
+          from unnest(v_asked.pairs[v_first : v_row - 1]) k)) then
+        while v_asked.pairs[v_first] < v_shut loop
+          v_pair := v_asked.pairs[v_first];
+          v_reserved[v_pair] := v_reserved[v_pair] + v_asked.weights[v_first];
           v_reserved_ids := v_reserved_ids || p_ids[v_n];
-          v_reserved_keys := v_reserved_keys || v_keys.keys[v_pair];
+          v_reserved_keys := v_reserved_keys || v_asked.keys[v_pair];
           -- In all lanes.
-          v_counts.free := array(select u.free
-              - case when u.key = v_keys.keys[v_pair] then v_keys.weights[v_first] else 0 end
-            from unnest(v_counts.free, v_keys.keys) with ordinality u (free, key, n) order by u.n);
+          v_lines.free := array(select u.free
+              - case when u.key = v_asked.keys[v_pair] then v_asked.weights[v_first] else 0 end
+            from unnest(v_lines.free, v_asked.keys) with ordinality u (free, key, n) order by u.n);
           v_first := v_first + 1;
         end loop;
       end if;
-      if v_keys.keys[v_shut] = p_from[v_n] then
+      if v_asked.keys[v_shut] = p_from[v_n] then
         v_back := v_back || v_shut;
       end if;
     end if;
@@ -281,9 +228,9 @@ begin
   if v_wait <> '{}' then
     if p_by_turns then
       -- The jobs that have got slots where a line begins.
-      select array_agg(k.n), array_agg(v_keys.keys[k.pair]) into v_had, v_had_keys
-      from unnest(v_keys.ns, v_keys.pairs) k (n, pair)
-      where v_counts.waiting[k.pair] = 0 and v_waiting[k.pair] > 0
+      select array_agg(k.n), array_agg(v_asked.keys[k.pair]) into v_had, v_had_keys
+      from unnest(v_asked.ns, v_asked.pairs) k (n, pair)
+      where v_lines.waiting[k.pair] = 0 and v_waiting[k.pair] > 0
         and (k.n in (select unnest(v_pass))) is true;  -- by a hash
     end if;
     v_places := (queue._tags(array(select p_ids[n] from unnest(v_wait || v_had) n),
@@ -313,9 +260,9 @@ begin
     perform queue._keep_turns(array_agg(p_ids[n])) from unnest(v_wait) n where p_flags[n] & {{ordered}} <> 0
       having count(*) > 0;
   end if;
-  perform queue._add_slots(v_keys.keys, v_keys.lanes, v_reserved, v_ready, v_waiting, v_lows,
-    v_low_deadlines, v_keys.newest);
-  if v_counts.have_rates and v_wait <> '{}' then
+  perform queue._add_slots(v_asked.keys, v_asked.lanes, v_reserved, v_ready, v_waiting, v_lows,
+    v_low_deadlines, v_asked.newest);
+  if v_lines.have_rates and v_wait <> '{}' then
     perform queue._set_next_starts(v_wait_keys);
   end if;
   if discarded is not null then
