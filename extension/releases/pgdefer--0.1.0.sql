@@ -16380,6 +16380,79 @@ begin
   return v_moved.ids;
 end $$;
 
+-- work/claim_rows.sql
+-- The rows and keys of jobs that are to be claimed under limits (work/claim_limited.sql).
+-- Tests: admit/rates.sql, admit/slots.sql.
+
+-- Locks the rows of ready jobs, and returns what it could lock, in the order of p_ids. are_limited: jobs whose
+-- queue has a limit, or whose worker has one (p_is_worker_limited). all_flags: the flags that any of them has.
+-- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
+create or replace function queue._lock_ready(p_ids bigint[], p_is_worker_limited boolean,
+  out ids bigint[], out flags smallint[], out lanes integer[], out deadlines timestamptz[], out queues text[],
+  out are_limited boolean[], out all_flags smallint)
+language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  select array_agg(aj.id order by u.n), array_agg(aj.flags order by u.n), array_agg(aj.lane order by u.n),
+    array_agg(aj.deadline order by u.n), array_agg(l.queue order by u.n),
+    array_agg(l.kind > 0/* lane_plain */ and l.is_limited or p_is_worker_limited order by u.n),
+    bit_or(aj.flags)
+  into ids, flags, lanes, deadlines, queues, are_limited, all_flags
+  from unnest(p_ids) with ordinality u (id, n)
+  cross join lateral (
+    select aj.id, aj.flags, aj.lane, aj.deadline from queue.active_job aj
+    where aj.id = u.id and aj.claim is null for update of aj skip locked) aj
+  cross join lateral (
+    select l.queue, l.kind,
+      exists (select from queue.queue_config c where c.queue = l.queue and (c.max_running is not null or c.rate_limit is not null)) as is_limited
+    from queue.lane l where l.lane = aj.lane offset 0) l;
+end $$;
+
+-- The keys of jobs that are to be claimed. The job at place ns[r] takes weights[r] slots of the key with the
+-- number nos[r], in the order of the jobs. By number: each key, its limits and what of them is free.
+create or replace function queue._keys_to_claim(p_ids bigint[], p_flags smallint[], p_now timestamptz,
+  out ns integer[], out nos integer[], out weights integer[], out keys text[], out slots integer[],
+  out free integer[], out rates integer[], out rate_room integer[])
+language plpgsql volatile parallel safe security invoker as $$
+begin
+  select array_agg(x.n order by x.n), array_agg(x.no order by x.n), array_agg(x.weight order by x.n),
+    array_agg(x.key order by x.no) filter (where x.is_first),
+    array_agg(x.slots order by x.no) filter (where x.is_first),
+    array_agg(x.free order by x.no) filter (where x.is_first),
+    array_agg(x.rate_limit order by x.no) filter (where x.is_first),
+    array_agg(x.rate_room order by x.no) filter (where x.is_first)
+  into ns, nos, weights, keys, slots, free, rates, rate_room
+  from (
+    select x.n, x.key, x.no, x.is_first, x.weight, s.slots, s.rate_limit, least(s.slots, 1000000000/* most_slots */) - s.used as free,
+      queue._rate_room(x.key, s.rate_limit, s.rate_per, s.rate_limit, p_now) as rate_room
+    from (
+      select x.n, x.key, x.weight, dense_rank() over (order by x.key)::integer as no,
+        row_number() over (partition by x.key) = 1 as is_first
+      from queue._keys_of(p_ids, p_flags) x) x
+    left join lateral (
+      select s.slots, s.used, s.rate_limit, s.rate_per from queue.semaphore s where s.key = x.key
+      order by s.tick desc limit 1) s on x.is_first) x;
+end $$;
+
+-- Ready jobs go back to wait at the front of the lines of full keys. p_have_several: jobs with several keys.
+-- Locks: the caller holds the admission lock, and the jobs' rows of queue.active_job. Why no wake-up is lost:
+-- the caller counts the jobs as waiting (_add_slots).
+create or replace function queue._leave_for_lines(p_ids bigint[], p_deadlines timestamptz[],
+  p_flags smallint[], p_keys text[], p_weights integer[], p_have_several boolean[])
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  perform queue._keep_tag(u.id, u.deadline) from unnest(p_ids, p_deadlines) u (id, deadline);
+  with gone as (
+    delete from queue.active_job aj where aj.id = any (p_ids)
+    returning aj.id, aj.lane, aj.deadline, aj.flags, aj.attempt)
+  insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, moves, weight, task)
+  select g.id, 'slot', p_keys[u.i], g.lane, queue._front_tag(p_keys[u.i], g.lane, g.deadline),
+    g.flags, g.attempt, case when p_have_several[u.i] then 0 end, p_weights[u.i],
+    (select j.task from queue.job j where j.id = g.id)
+  from gone g cross join lateral (select array_position(p_ids, g.id) as i) u;
+  perform queue._keep_turns(array_agg(u.id)) from unnest(p_ids, p_flags) u (id, flags)
+    where u.flags & 1/* ordered */ <> 0 having count(*) > 0;
+end $$;
+
 -- work/claim_limited.sql
 -- Claiming under limits: slots, max_running and rate, expires_at, queueing locks.
 -- Tests: admit/rates.sql, admit/slots.sql.
@@ -16455,8 +16528,7 @@ end $$;
 -- p_in_order: a job also goes to wait if a heavy one of its queue and key, with a higher priority, waits
 -- (_heavy_waiting).
 -- Locks: as _claim_limited. Why no wake-up is lost: the heavy one gives the key to _refill.
--- With a function of its own for the loop, 50 jobs with a key take 0.3 % more instructions.
--- In one piece: the loop shares its arrays, so that function would take 19 arguments and return 16.
+-- In one piece, because a function for the loop would take 19 arguments and return 16.
 create or replace function queue._claim_ids(
   p_worker bigint, p_ids bigint[], p_n integer, p_limits jsonb, p_in_order boolean default false,
   out won bigint[], out rest bigint[], out full_queues text[])
@@ -16465,8 +16537,8 @@ declare
   v_now timestamptz := clock_timestamp();
   -- Taken under the admission lock, so that earlier claims have lower numbers.
   v_claim bigint := nextval('queue.claim_seq');
-  v_jobs record;                                   -- the jobs whose rows could be locked
-  v_keys record;                                   -- ns, nos: which job has which key; keys, free: all keys
+  v_jobs record;                              -- _lock_ready
+  v_keys record;                              -- _keys_to_claim
   v_due bigint[] := '{}'::bigint[];           -- expired jobs
   v_fixed bigint[];                           -- these, and jobs whose queueing lock is being replaced
   v_queues text[] := '{}'::text[];            -- with limits, and how many jobs they allow to start
@@ -16496,19 +16568,7 @@ begin
   won := '{}'::bigint[];
   rest := '{}'::bigint[];
   full_queues := '{}'::text[];
-  select array_agg(aj.id order by u.n) as ids, array_agg(aj.flags order by u.n) as flags,
-    array_agg(aj.lane order by u.n) as lanes, array_agg(aj.deadline order by u.n) as deadlines,
-    array_agg(l.queue order by u.n) as queues, array_agg(l.kind > 0/* lane_plain */ and l.is_limited
-      or p_limits is not null order by u.n) as are_limited, bit_or(aj.flags) as all_flags
-  into v_jobs
-  from unnest(p_ids) with ordinality u (id, n)
-  cross join lateral (
-    select aj.id, aj.flags, aj.lane, aj.deadline from queue.active_job aj
-    where aj.id = u.id and aj.claim is null for update of aj skip locked) aj
-  cross join lateral (
-    select l.queue, l.kind,
-      exists (select from queue.queue_config c where c.queue = l.queue and (c.max_running is not null or c.rate_limit is not null)) as is_limited
-    from queue.lane l where l.lane = aj.lane offset 0) l;
+  v_jobs := queue._lock_ready(p_ids, p_limits is not null);
   if v_jobs.ids is null then
     rest := p_ids;
     return;
@@ -16523,24 +16583,7 @@ begin
     v_fixed := v_fixed || queue._try_lock_queueing_locks(v_jobs.ids);
   end if;
   if v_jobs.all_flags & 6/* slots */ <> 0 then
-    select array_agg(x.n order by x.n) as ns, array_agg(x.no order by x.n) as nos,
-      array_agg(x.weight order by x.n) as weights,
-      array_agg(x.slots order by x.no) filter (where x.is_first) as slots,
-      array_agg(x.rate_limit order by x.no) filter (where x.is_first) as rates,
-      array_agg(x.key order by x.no) filter (where x.is_first) as keys,
-      array_agg(x.free order by x.no) filter (where x.is_first) as free,
-      array_agg(x.rate_room order by x.no) filter (where x.is_first) as rate_room
-    into v_keys
-    from (
-      select x.n, x.key, x.no, x.is_first, x.weight, s.slots, s.rate_limit, least(s.slots, 1000000000/* most_slots */) - s.used as free,
-        queue._rate_room(x.key, s.rate_limit, s.rate_per, s.rate_limit, v_now) as rate_room
-      from (
-        select x.n, x.key, x.weight, dense_rank() over (order by x.key)::integer as no,
-          row_number() over (partition by x.key) = 1 as is_first
-        from queue._keys_of(v_jobs.ids, v_jobs.flags) x) x
-      left join lateral (
-        select s.slots, s.used, s.rate_limit, s.rate_per from queue.semaphore s where s.key = x.key
-        order by s.tick desc limit 1) s on x.is_first) x;
+    v_keys := queue._keys_to_claim(v_jobs.ids, v_jobs.flags, v_now);
     v_taken := array_fill(0, array[cardinality(v_keys.keys)]);
     if p_in_order then
       v_behind := array(
@@ -16651,18 +16694,9 @@ begin
     full_queues := v_queues;
   end if;
   if v_wait <> '{}' then
-    perform queue._keep_tag(v_jobs.ids[n], v_jobs.deadlines[n]) from unnest(v_wait) n;
-    with gone as (
-      delete from queue.active_job aj where aj.id = any (array(select v_jobs.ids[n] from unnest(v_wait) n))
-      returning aj.id, aj.lane, aj.deadline, aj.flags, aj.attempt)
-    insert into queue.waiting (id, reason, key, lane, deadline, flags, attempt, moves, weight, task)
-    select g.id, 'slot', v_wait_keys[u.i], g.lane, queue._front_tag(v_wait_keys[u.i], g.lane, g.deadline),
-      g.flags, g.attempt, case when v_wait_several[u.i] then 0 end,
-      v_wait_weights[u.i],
-      (select j.task from queue.job j where j.id = g.id)
-    from gone g cross join lateral (select array_position(v_wait, array_position(v_jobs.ids, g.id)) as i) u;
-    perform queue._keep_turns(array_agg(v_jobs.ids[n])) from unnest(v_wait) n
-      where v_jobs.flags[n] & 1/* ordered */ <> 0 having count(*) > 0;
+    perform queue._leave_for_lines(array_agg(v_jobs.ids[n]), array_agg(v_jobs.deadlines[n]),
+      array_agg(v_jobs.flags[n]), v_wait_keys, v_wait_weights, v_wait_several)
+    from unnest(v_wait) n;
   end if;
   if v_add_keys <> '{}' then
     perform queue._add_slots(v_add_keys, v_add_lanes, v_add_used, v_add_ready, v_add_waiting, v_add_lows,
