@@ -1,6 +1,6 @@
 -- Ready jobs that no worker has claimed hold no slot: jobs that come before them take it.
 
-select plan(73);
+select plan(74);
 
 \ir gates.helpers.psql
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
@@ -115,7 +115,9 @@ select pg_temp.defer_heavy(2, 5) as heavy \gset
 select queue.tick() \g /dev/null
 select pg_temp.finish_one() \g /dev/null
 select pg_temp.defer_heavy(1, 0) \g /dev/null
-select is(pg_temp.claim(10), null, 'the first light one that comes waits, too');
+select queue.tick() \g /dev/null
+select is(pg_temp.counts('P'), '2 1 0 2', 'the first light one that comes waits, too');
+select is(pg_temp.claim(10), null, 'and does not start');
 select queue.cancel(:heavy) \g /dev/null
 select is(cardinality(pg_temp.claim(10)), 1, 'when it leaves, the lighter one gets the slot');
 select pg_temp.finish_all();
