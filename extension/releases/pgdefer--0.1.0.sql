@@ -6453,8 +6453,8 @@ end $$;
 
 -- Runs the schedules in the rows, until p_budget jobs are deferred. looked_at: how many rows it reached. It
 -- writes plain jobs and all records at the end, in one statement each.
--- Locks: the caller holds the admission lock. If another transaction has taken a key (a queueing lock or an
--- idempotency key), it waits for 5 ms, and then postpones the run.
+-- Locks: the caller holds the admission lock. It postpones a run whose key another transaction has taken
+-- (_try_defer_run).
 -- In one piece: a version with a call for each schedule took 28 % longer for 1,000 due ones.
 create or replace function queue._run_schedules(
   p_rows tid[], p_now timestamptz, p_budget integer, out looked_at integer, out runs integer,
@@ -6464,7 +6464,6 @@ declare
   v_found record;
   v_has_pause boolean := exists (select from queue.pause p where p.is_paused
     and (p.until is null or p.until > p_now));
-  v_lock_timeout text := current_setting('lock_timeout');
   v_plan record;
   v_plan_of record;
   v_run_at timestamptz;
@@ -6598,22 +6597,9 @@ begin
         v_priorities := v_priorities || coalesce((v_found.options ->> 'priority')::integer,
           v_found.task_priority, 0);
       else
-        begin
-          perform set_config('lock_timeout', '5ms', true);
-          v_id := queue._defer_run(v_found.task, v_found.args, v_found.options, v_run_at, v_found.timezone);
-          perform set_config('lock_timeout', v_lock_timeout, true);
-        exception
-          when lock_not_available then
-            v_is_busy := true;
-          when sqlstate 'QJ004' then
-            v_skipped := 'queueing_lock';
-            get stacked diagnostics v_detail = pg_exception_detail;
-          when others then
-            v_skipped := 'error';
-            get stacked diagnostics v_detail = pg_exception_detail;
-            v_detail := left(concat_ws(': ', sqlerrm, nullif(v_detail, '')), 1000);
-            v_error := format('error: %s (%s)', v_detail, sqlstate);
-        end;
+        select d.id, d.is_busy, d.skipped, d.detail, d.error
+        into v_id, v_is_busy, v_skipped, v_detail, v_error
+        from queue._try_defer_run(v_found.task, v_found.args, v_found.options, v_run_at, v_found.timezone) d;
       end if;
       exit when v_is_busy;
       v_names := v_names || v_found.name;
@@ -6664,6 +6650,34 @@ begin
     next_run_at, last_run_at, last_job_id, reason)
   where s.ctid = u.row_id;
   perform queue._prune_runs(n) from unnest(v_prune) n;
+end $$;
+
+-- Defers the job of one run. If it can't be deferred, skipped and detail say why (as in queue.schedule_run), and
+-- error is what the schedule then shows. is_busy: another transaction has taken a key of the job (a queueing
+-- lock or an idempotency key), so nothing is decided yet.
+-- Locks: it waits for 5 ms for such a key.
+create or replace function queue._try_defer_run(
+  p_task text, p_args jsonb, p_options jsonb, p_run_at timestamptz, p_timezone text,
+  out id bigint, out is_busy boolean, out skipped text, out detail text, out error text)
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_lock_timeout text := current_setting('lock_timeout');
+begin
+  is_busy := false;
+  perform set_config('lock_timeout', '5ms', true);
+  id := queue._defer_run(p_task, p_args, p_options, p_run_at, p_timezone);
+  perform set_config('lock_timeout', v_lock_timeout, true);
+exception
+  when lock_not_available then
+    is_busy := true;
+  when sqlstate 'QJ004' then
+    skipped := 'queueing_lock';
+    get stacked diagnostics detail = pg_exception_detail;
+  when others then
+    skipped := 'error';
+    get stacked diagnostics detail = pg_exception_detail;
+    detail := left(concat_ws(': ', sqlerrm, nullif(detail, '')), 1000);
+    error := format('error: %s (%s)', detail, sqlstate);
 end $$;
 
 -- recur/schedules.sql
