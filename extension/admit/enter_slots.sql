@@ -63,10 +63,10 @@ begin
   passed := v_taken.passed;
 end $$;
 
--- Like _enter_slots, for jobs whose places are known (_queue_entries). p_is_refill: the jobs need not queue up
--- behind those that wait. But a job from another key's line does so if the first job in this key's line comes
--- before it, by deadline and id; where shares take turns, by id. So a heavy job that has become the first is
--- passed only by jobs that come before it, and not for ever by jobs that wait for another key.
+-- Like _enter_slots, for jobs whose places are known (_queue_entries). p_is_refill: the jobs need not queue
+-- up behind those that wait. But a job from another key's line does so if the first job in this key's line
+-- comes before it, by deadline and id; where shares take turns, by id. So a heavy job that has become the
+-- first is passed only by jobs that come before it, and not for ever by jobs that wait for another key.
 --
 -- Why this ends: suppose that no claim ends, and that some jobs change lines for ever. Reserved slots of a
 -- key become free only if a job arrives, leaves the line of a later key, or gives them back there, once each

@@ -3,8 +3,8 @@
 -- Tests: admit/slots.sql, admit/enter_slots.sql, admit/shares.slots.sql.
 
 -- What jobs ask for. The (key, lane) with the number i is (keys[i], lanes[i]), and newest[i] is the newest of
--- its jobs. The job at place ns[r] asks for weights[r] slots of the one with the number pairs[r]. These are in
--- the order of the jobs, then of the numbers. discards: jobs that must not wait (on_limit); none in a refill.
+-- its jobs. The job at place ns[r] asks for weights[r] slots of the one with the number pairs[r], in the
+-- order of the jobs, then of the numbers. discards: jobs that must not wait (on_limit); none in a refill.
 -- grown: keys whose limit one of the jobs has raised.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
 create or replace function queue._slot_requests(
@@ -44,8 +44,9 @@ end $$;
 -- is not known. behind_heavy: the numbers of lines that wait for a heavy job (_heavy_waiting).
 -- Locks: the caller holds the admission lock.
 create or replace function queue._slot_lines(p_keys text[], p_lanes integer[],
-  out slots integer[], out free integer[], out rates integer[], out rate_room integer[], out have_rates boolean,
-  out ready integer[], out waiting integer[], out newest bigint[], out behind_heavy integer[])
+  out slots integer[], out free integer[], out rates integer[], out rate_room integer[],
+  out have_rates boolean, out ready integer[], out waiting integer[], out newest bigint[],
+  out behind_heavy integer[])
 language plpgsql volatile parallel safe security invoker as $$
 declare
   v_have_other_lanes boolean;

@@ -261,9 +261,9 @@ begin
   perform queue._prune_runs(n) from unnest(v_prune) n;
 end $$;
 
--- Defers the job of one run. If it can't be deferred, skipped and detail say why (as in queue.schedule_run), and
--- error is what the schedule then shows. is_busy: another transaction has taken a key of the job (a queueing
--- lock or an idempotency key), so nothing is decided yet.
+-- Defers the job of one run. If it can't be deferred, skipped and detail say why (as in queue.schedule_run),
+-- and error is what the schedule then shows. is_busy: another transaction has taken a key of the job (a
+-- queueing lock or an idempotency key), so nothing is decided yet.
 -- Locks: it waits for 5 ms for such a key.
 create or replace function queue._try_defer_run(
   p_task text, p_args jsonb, p_options jsonb, p_run_at timestamptz, p_timezone text,

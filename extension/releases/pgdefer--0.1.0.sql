@@ -6652,9 +6652,9 @@ begin
   perform queue._prune_runs(n) from unnest(v_prune) n;
 end $$;
 
--- Defers the job of one run. If it can't be deferred, skipped and detail say why (as in queue.schedule_run), and
--- error is what the schedule then shows. is_busy: another transaction has taken a key of the job (a queueing
--- lock or an idempotency key), so nothing is decided yet.
+-- Defers the job of one run. If it can't be deferred, skipped and detail say why (as in queue.schedule_run),
+-- and error is what the schedule then shows. is_busy: another transaction has taken a key of the job (a
+-- queueing lock or an idempotency key), so nothing is decided yet.
 -- Locks: it waits for 5 ms for such a key.
 create or replace function queue._try_defer_run(
   p_task text, p_args jsonb, p_options jsonb, p_run_at timestamptz, p_timezone text,
@@ -8949,8 +8949,8 @@ end $$;
 -- Tests: admit/slots.sql, admit/enter_slots.sql, admit/shares.slots.sql.
 
 -- What jobs ask for. The (key, lane) with the number i is (keys[i], lanes[i]), and newest[i] is the newest of
--- its jobs. The job at place ns[r] asks for weights[r] slots of the one with the number pairs[r]. These are in
--- the order of the jobs, then of the numbers. discards: jobs that must not wait (on_limit); none in a refill.
+-- its jobs. The job at place ns[r] asks for weights[r] slots of the one with the number pairs[r], in the
+-- order of the jobs, then of the numbers. discards: jobs that must not wait (on_limit); none in a refill.
 -- grown: keys whose limit one of the jobs has raised.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
 create or replace function queue._slot_requests(
@@ -8990,8 +8990,9 @@ end $$;
 -- is not known. behind_heavy: the numbers of lines that wait for a heavy job (_heavy_waiting).
 -- Locks: the caller holds the admission lock.
 create or replace function queue._slot_lines(p_keys text[], p_lanes integer[],
-  out slots integer[], out free integer[], out rates integer[], out rate_room integer[], out have_rates boolean,
-  out ready integer[], out waiting integer[], out newest bigint[], out behind_heavy integer[])
+  out slots integer[], out free integer[], out rates integer[], out rate_room integer[],
+  out have_rates boolean, out ready integer[], out waiting integer[], out newest bigint[],
+  out behind_heavy integer[])
 language plpgsql volatile parallel safe security invoker as $$
 declare
   v_have_other_lanes boolean;
@@ -9103,10 +9104,10 @@ begin
   passed := v_taken.passed;
 end $$;
 
--- Like _enter_slots, for jobs whose places are known (_queue_entries). p_is_refill: the jobs need not queue up
--- behind those that wait. But a job from another key's line does so if the first job in this key's line comes
--- before it, by deadline and id; where shares take turns, by id. So a heavy job that has become the first is
--- passed only by jobs that come before it, and not for ever by jobs that wait for another key.
+-- Like _enter_slots, for jobs whose places are known (_queue_entries). p_is_refill: the jobs need not queue
+-- up behind those that wait. But a job from another key's line does so if the first job in this key's line
+-- comes before it, by deadline and id; where shares take turns, by id. So a heavy job that has become the
+-- first is passed only by jobs that come before it, and not for ever by jobs that wait for another key.
 --
 -- Why this ends: suppose that no claim ends, and that some jobs change lines for ever. Reserved slots of a
 -- key become free only if a job arrives, leaves the line of a later key, or gives them back there, once each
@@ -16398,10 +16399,11 @@ end $$;
 -- The rows and keys of jobs that are to be claimed under limits (work/claim_limited.sql).
 -- Tests: admit/rates.sql, admit/slots.sql.
 
--- Locks the rows of ready jobs, and returns what it could lock, in the order of p_ids. are_limited: jobs whose
--- queue has a limit, or whose worker has one (p_is_worker_limited). all_flags: the flags that any of them has.
+-- Locks the rows of ready jobs, and returns what it could lock, in the order of p_ids. are_limited: jobs
+-- whose queue has a limit, or whose worker has one (p_is_worker_limited). all_flags: the flags that any of
+-- them has.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
-create or replace function queue._lock_ready(p_ids bigint[], p_is_worker_limited boolean,
+create or replace function queue._lock_ready_jobs(p_ids bigint[], p_is_worker_limited boolean,
   out ids bigint[], out flags smallint[], out lanes integer[], out deadlines timestamptz[], out queues text[],
   out are_limited boolean[], out all_flags smallint)
 language plpgsql volatile parallel unsafe security invoker as $$
@@ -16551,7 +16553,7 @@ declare
   v_now timestamptz := clock_timestamp();
   -- Taken under the admission lock, so that earlier claims have lower numbers.
   v_claim bigint := nextval('queue.claim_seq');
-  v_jobs record;                              -- _lock_ready
+  v_jobs record;                              -- _lock_ready_jobs
   v_keys record;                              -- _keys_to_claim
   v_due bigint[] := '{}'::bigint[];           -- expired jobs
   v_fixed bigint[];                           -- these, and jobs whose queueing lock is being replaced
@@ -16582,7 +16584,7 @@ begin
   won := '{}'::bigint[];
   rest := '{}'::bigint[];
   full_queues := '{}'::text[];
-  v_jobs := queue._lock_ready(p_ids, p_limits is not null);
+  v_jobs := queue._lock_ready_jobs(p_ids, p_limits is not null);
   if v_jobs.ids is null then
     rest := p_ids;
     return;

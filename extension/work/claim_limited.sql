@@ -81,7 +81,7 @@ declare
   v_now timestamptz := clock_timestamp();
   -- Taken under the admission lock, so that earlier claims have lower numbers.
   v_claim bigint := nextval('queue.claim_seq');
-  v_jobs record;                              -- _lock_ready
+  v_jobs record;                              -- _lock_ready_jobs
   v_keys record;                              -- _keys_to_claim
   v_due bigint[] := '{}'::bigint[];           -- expired jobs
   v_fixed bigint[];                           -- these, and jobs whose queueing lock is being replaced
@@ -112,7 +112,7 @@ begin
   won := '{}'::bigint[];
   rest := '{}'::bigint[];
   full_queues := '{}'::text[];
-  v_jobs := queue._lock_ready(p_ids, p_limits is not null);
+  v_jobs := queue._lock_ready_jobs(p_ids, p_limits is not null);
   if v_jobs.ids is null then
     rest := p_ids;
     return;

@@ -1,10 +1,11 @@
 -- The rows and keys of jobs that are to be claimed under limits (work/claim_limited.sql).
 -- Tests: admit/rates.sql, admit/slots.sql.
 
--- Locks the rows of ready jobs, and returns what it could lock, in the order of p_ids. are_limited: jobs whose
--- queue has a limit, or whose worker has one (p_is_worker_limited). all_flags: the flags that any of them has.
+-- Locks the rows of ready jobs, and returns what it could lock, in the order of p_ids. are_limited: jobs
+-- whose queue has a limit, or whose worker has one (p_is_worker_limited). all_flags: the flags that any of
+-- them has.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
-create or replace function queue._lock_ready(p_ids bigint[], p_is_worker_limited boolean,
+create or replace function queue._lock_ready_jobs(p_ids bigint[], p_is_worker_limited boolean,
   out ids bigint[], out flags smallint[], out lanes integer[], out deadlines timestamptz[], out queues text[],
   out are_limited boolean[], out all_flags smallint)
 language plpgsql volatile parallel unsafe security invoker as $$
