@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import sqlalchemy as sa
 from alembic.runtime.migration import MigrationContext
+from alembic.util import CommandError
 
 from pgdefer.database import sql
 from pgdefer.database.install import Form, Found, choose, is_at_least, offered_version, plain_script
@@ -46,6 +47,10 @@ class Operations(Protocol):
 
     def get_context(self) -> MigrationContext: ...
     def get_bind(self) -> sa.Connection: ...
+
+
+class _RefusedError(InvalidParameter, CommandError):
+    """A refusal, of which Alembic's command line prints the message without a traceback."""
 
 
 @contextlib.contextmanager
@@ -147,12 +152,13 @@ def downgrade(op: Operations, version: str | None = None, *, force: bool = False
         with translated():
             _run(bind, statement.text)
     except InvalidParameter as error:
-        if not force:
-            error.hint = (
-                "Pass force=True to downgrade to remove them; for the branch pgdefer, call"
-                " alembic -x pgdefer_force=yes."
-            )
-        raise
+        if force:
+            raise
+        raise _RefusedError(
+            error.message,
+            hint="Pass force=True to downgrade to remove them; for the branch pgdefer, call"
+            " alembic -x pgdefer_force=yes.",
+        ) from None
     if _found(bind).is_created:
         _run(bind, sql.DROP_EXTENSION.text)
 

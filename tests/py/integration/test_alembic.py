@@ -18,7 +18,7 @@ import alembic.util
 import psycopg
 import pytest
 from alembic import command
-from alembic.config import Config
+from alembic.config import CommandLine, Config
 
 import pgdefer.database.install
 from pgdefer import InvalidParameter, NotInstalled, PgDeferError, __version__
@@ -241,6 +241,18 @@ def test_a_downgrade_refuses_to_lose_jobs(project: Project) -> None:
         command.downgrade(config, "base")
     assert query(project.dsn, "select count(*) from customer, queue.jobs") == [(1,)]
     assert query(project.dsn, "select * from queue.check()") == []
+
+
+def test_the_refusal_of_a_downgrade_is_one_line(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_history(project)
+    command.upgrade(project.config(), "head")
+    program = CommandLine()
+    with pytest.raises(SystemExit):
+        program.run_cmd(project.config(), program.parser.parse_args(["downgrade", "base"]))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert printed.startswith("FAILED: uninstall removes every job. Pass force=True to downgrade")
 
 
 def test_the_first_migration_beside_the_branch(project: Project) -> None:
