@@ -22,6 +22,7 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.core.management import call_command
 from django.db import connection, connections, transaction
+from django.db.migrations.recorder import MigrationRecorder
 from django.test import Client, override_settings
 from shop.models import Letter, Order
 from shop.tasks import charge, write
@@ -231,6 +232,11 @@ def test_the_checks_find_what_is_wrong(
     assert found.hint == f"manage.py migrate pgdefer --database jobs{otherwise}"
     connections["jobs"].close()
     del connections["jobs"]
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "argv", ["manage.py", "migrate"])
+        assert messages({}, databases=["default"]) == [], "it installs the queue"
+        MigrationRecorder(connection).record_applied("pgdefer", "0001_install")
+        assert messages({}, databases=["default"]) == ["pgdefer.W001"], "it has nothing to do"
     use(server, "no_such_database")
     assert messages({}, databases=["default"]) == ["pgdefer.W003"]
     assert "no_such_database" in check_database(databases=["default"])[0].msg

@@ -5,6 +5,7 @@ Tests: contrib/test_django.py.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
@@ -14,6 +15,7 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import DatabaseError, connections
 from django.db.backends.base.base import BaseDatabaseWrapper
+from django.db.migrations.recorder import MigrationRecorder
 from django.utils.module_loading import import_string
 
 from pgdefer.contrib.django import conf
@@ -108,6 +110,8 @@ def check_database(
             return [checks.Warning(text, id="pgdefer.W003")]
         tables = None
     if tables is None:
+        if sys.argv[1:2] == ["migrate"] and _migrates(connections[alias]):
+            return []
         text = f"the queue is not installed in the database {alias!r}"
         # It may have run when the queue was meant for another database.
         otherwise = "; where that has nothing to do, manage.py pgdefer install"
@@ -121,3 +125,9 @@ def check_database(
             )
         ]
     return []
+
+
+def _migrates(connection: BaseDatabaseWrapper) -> bool:
+    """Whether the migration that installs the queue has not run."""
+    applied = MigrationRecorder(connection).applied_migrations()
+    return not any(app == "pgdefer" for app, _ in applied)
