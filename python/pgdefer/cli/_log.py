@@ -1,6 +1,6 @@
 """The log of `pgdefer worker`, beside that of the application.
 
-Tests: integration/test_cli.py, contrib/test_django_log.py.
+Tests: integration/test_cli.py, contrib/test_django_log.py, unit/test_log.py.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import logging
 import sys
+import threading
 
 from pgdefer.logs import JsonFormatter, own_loggers
 
@@ -66,8 +67,12 @@ def _add_to_root(root: logging.Logger, handler: logging.Handler) -> None:
     root.addHandler(handler)
     if isinstance(handler.formatter, JsonFormatter):
         logging.captureWarnings(True)  # else Python writes them to stderr as text
-    else:
-        handler.addFilter(_is_unwritten)
+        return
+    for logger in root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            for console in filter(_is_console, logger.handlers):
+                console.addFilter(_note)
+    handler.addFilter(_is_unwritten)
 
 
 def _set_levels_alone(
@@ -93,12 +98,17 @@ def _is_console(handler: logging.Handler) -> bool:
     return isinstance(handler, logging.StreamHandler) and handler.stream in streams
 
 
+# The time of the record that a handler for the terminal has last let through, in each thread. Its
+# filters may have let through a copy, with the same time.
+_last = threading.local()
+
+
+def _note(record: logging.LogRecord) -> bool:
+    """Note a record, as the last filter of a handler that is not the root's."""
+    _last.time = record.created
+    return True
+
+
 def _is_unwritten(record: logging.LogRecord) -> bool:
     """Whether no other handler writes a record to the terminal, as one of Django's may do."""
-    logger: logging.Logger | None = logging.getLogger(record.name)
-    while logger is not None and logger is not logging.root:
-        for handler in filter(_is_console, logger.handlers):
-            if record.levelno >= handler.level and handler.filter(record):
-                return False
-        logger = logger.parent
-    return True
+    return getattr(_last, "time", None) != record.created

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -140,3 +142,35 @@ def test_whatever_a_field_holds_is_json() -> None:
         "fits": {"a": [1, None]},
         "stack": "Stack:\n  here",
     }
+
+
+REPEATS = """
+import copy, logging
+from pgdefer.cli._log import set_up_log
+
+class NoRepeats:
+    last = None
+
+    def filter(self, record):
+        last, self.last = self.last, record.getMessage()
+        return copy.copy(record) if last != self.last else False
+
+console = logging.StreamHandler()
+console.setFormatter(logging.Formatter("own %(message)s"))
+console.addFilter(NoRepeats())
+logger = logging.getLogger("shop")
+logger.addHandler(console)
+set_up_log(None, None, verbose=False)
+for message in ("one", "two", "two"):
+    logger.warning(message)
+"""
+
+
+def test_what_another_handler_writes_is_written_once() -> None:
+    """Its filters are called once for each record: they may remember what they have seen."""
+    done = subprocess.run(
+        [sys.executable, "-c", REPEATS], capture_output=True, check=True, text=True
+    )
+    *own, last = done.stderr.splitlines()
+    assert own == ["own one", "own two"]
+    assert last.endswith(" WARNING shop: two"), "no other handler writes it"
