@@ -64,14 +64,18 @@ def set_up_log(level: Level | None, form: Format | None, *, verbose: bool) -> No
 
 
 def _add_to_root(root: logging.Logger, handler: logging.Handler) -> None:
+    loggers = [
+        each for each in root.manager.loggerDict.values() if isinstance(each, logging.Logger)
+    ]
+    consoles = [each for logger in loggers for each in logger.handlers if _is_console(each)]
     root.addHandler(handler)
+    for each in (handler, *consoles):
+        each.addFilter(_is_no_repeat)
     if isinstance(handler.formatter, JsonFormatter):
         logging.captureWarnings(True)  # else Python writes them to stderr as text
         return
-    for logger in root.manager.loggerDict.values():
-        if isinstance(logger, logging.Logger):
-            for console in filter(_is_console, logger.handlers):
-                console.addFilter(_note)
+    for console in consoles:
+        console.addFilter(_note)
     handler.addFilter(_is_unwritten)
 
 
@@ -96,6 +100,16 @@ def _is_console(handler: logging.Handler) -> bool:
     """Whether a handler writes to the terminal."""
     streams = (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
     return isinstance(handler, logging.StreamHandler) and handler.stream in streams
+
+
+def _is_no_repeat(record: logging.LogRecord) -> bool:
+    """Whether a record is not Django's that a task has failed as a job: the queue says so too.
+
+    Tasks of Django's other backends have no number.
+    """
+    id = record.args[0] if isinstance(record.args, tuple) and record.args else None
+    is_failure = record.name == "django.tasks" and record.levelno == logging.ERROR
+    return not (is_failure and str(id).isdecimal())
 
 
 # The time of the record that a handler for the terminal has last let through, in each thread. Its

@@ -42,6 +42,26 @@ def say(job):
 
 PGDEFER = {"MIDDLEWARE": ["log_settings.say"]}
 """
+# Tasks of the queue, and one of Django's own backend, which says alone that it has failed.
+FAILING = """
+from django.tasks import task
+
+@task
+def fail():
+    away.enqueue()
+    raise KeyError("of the queue")
+
+@task(backend="immediate")
+def away():
+    raise KeyError("of Django")
+"""
+TASKS = """
+TASKS = {
+    "default": {"BACKEND": "pgdefer.contrib.django.backend.PgDeferBackend"},
+    "immediate": {"BACKEND": "django.tasks.backends.immediate.ImmediateBackend"},
+}
+PGDEFER = {"IMPORTS": ["failing"]}
+"""
 ELSEWHERE = {**CONSOLE, "loggers": {"shop": {"handlers": ["console"]}}}
 
 
@@ -56,6 +76,12 @@ def log(
 ) -> list[str]:
     """Return the lines about a job's success, as a worker with these settings writes them."""
     app.defer("shop.tasks.forget_old_orders", {"scheduled_for": "2030-01-01T00:00:00Z"})
+    said = whole_log(shop, folder, logging, *options, more=more)
+    return [line for line in said.splitlines() if "succeeded" in line]
+
+
+def whole_log(shop: str, folder: Path, logging: Any, *options: str, more: str = "") -> str:
+    """Return what a worker with these settings writes while it runs all jobs."""
     text = f"from shop.settings import *\n\nLOGGING = {logging!r}\n{more}"
     (folder / "log_settings.py").write_text(text)
     info = psycopg.conninfo.conninfo_to_dict(shop)
@@ -71,7 +97,7 @@ def log(
         command, env=environment, capture_output=True, check=False, cwd=PROJECT, text=True
     )
     assert done.returncode == 0, done.stderr
-    return [line for line in done.stderr.splitlines() if "succeeded" in line]
+    return done.stderr
 
 
 @pytest.mark.parametrize("options", PROCESSES)
@@ -116,3 +142,18 @@ def test_what_django_says_is_written_once_and_without_successes(
     assert first.endswith(" WARNING django.shop: django.shop has succeeded")
     said = log(app, shop, tmp_path, {}, "--log-level", "info", more=more)
     assert [line for line in said if " INFO django.tasks: state=SUCCESSFUL" in line]
+
+
+@pytest.mark.parametrize("debug", [True, False])
+@pytest.mark.parametrize("options", [(), ("--log-format", "json")], ids=["text", "json"])
+def test_the_traceback_of_a_django_task_is_written_once(
+    app: DjangoApp, shop: str, tmp_path: Path, debug: bool, options: tuple[str, ...]
+) -> None:
+    pytest.importorskip("django.tasks")
+    (tmp_path / "failing.py").write_text(FAILING)
+    app.defer("failing.fail")
+    said = whole_log(shop, tmp_path, {}, *options, more=f"{TASKS}DEBUG = {debug}\n")
+    assert said.count("raise KeyError") == 2 + (debug and bool(options)), said
+    assert "fail attempt 1" in said
+    assert "path=failing.fail" not in said
+    assert "path=failing.away state=FAILED" in said
