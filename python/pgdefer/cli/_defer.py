@@ -14,6 +14,7 @@ from pgdefer.database import sql
 
 from . import _complete, _show
 from ._base import DSN, AsJson, DryRun, session, typed
+from ._misspelt import doubted
 
 # The options by the names that they have in messages.
 NAMES = {
@@ -99,6 +100,10 @@ def defer(
         "concurrency_limit": concurrency_limit,
         "options": options,
     }
-    with session(dsn, as_json=as_json, dry_run=dry_run) as on, typed(NAMES):
+    with (
+        session(dsn, as_json=as_json, dry_run=dry_run) as on,
+        typed(NAMES),
+        doubted(on, queue=queue, task=task, may_be_new=True),
+    ):
         rows = on.call(sql.DEFER_ONE, asked)
     _show.answer(rows, lambda row: str(row["id"]))

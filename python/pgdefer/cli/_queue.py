@@ -28,6 +28,7 @@ from ._base import (
     typed,
 )
 from ._job import Task
+from ._misspelt import doubted
 
 queues = typer.Typer(help="Queues.", no_args_is_help=True)
 
@@ -124,7 +125,10 @@ def pause(
 ) -> None:
     """Stop jobs of a queue, or of a task, from starting. Running jobs continue."""
     _check_which(queue, task, every=every)
-    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+    with (
+        session(dsn, as_json=as_json, dry_run=dry_run) as on,
+        doubted(on, queue=queue, task=task),
+    ):
         rows = on.call(sql.PAUSE, {"queue": queue, "until": until, "task": task})
     _show_jobs(rows, "affected", f"{_named(queue, task)}: paused, ")
 
@@ -140,7 +144,10 @@ def resume(
 ) -> None:
     """End a pause."""
     _check_which(queue, task, every=every)
-    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+    with (
+        session(dsn, as_json=as_json, dry_run=dry_run) as on,
+        doubted(on, queue=queue, task=task),
+    ):
         rows = on.call(sql.RESUME, {"queue": queue, "task": task})
     _show_jobs(rows, "affected", f"{_named(queue, task)}: resumed, ")
 
@@ -203,7 +210,7 @@ def configure(
     names = {"per": "--rate, INTERVAL"} | OPTIONS
     names['Pass {"limit": 10, "per": "1 minute"}.'] = "Give N/INTERVAL, such as 10/1min."
     with session(dsn, as_json=as_json, dry_run=dry_run) as on:
-        with typed(names):
+        with typed(names), doubted(on, queue=name, may_be_new=True):
             on.call(sql.CONFIGURE_QUEUE, parameters)
         rows = on.call(sql.QUEUE, {"name": name})
     _show_queues(rows)

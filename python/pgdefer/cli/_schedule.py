@@ -14,6 +14,7 @@ from pgdefer.database import sql
 
 from . import _complete, _show
 from ._base import DSN, AsJson, DryRun, Yes, confirm, fail_for_missing, session
+from ._misspelt import doubted
 
 schedules = typer.Typer(help="Recurring runs.", no_args_is_help=True)
 
@@ -64,7 +65,10 @@ def add(
     """Schedule a task, or change a schedule, at once. Prints its next run."""
     _show.check_json(args=args, options=options)
     asked = {"name": name, "cron": cron, "task": task, "args": args, "timezone": timezone}
-    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
+    with (
+        session(dsn, as_json=as_json, dry_run=dry_run) as on,
+        doubted(on, task=task, may_be_new=True),
+    ):
         rows = on.call(sql.SCHEDULE_ONE, asked | {"options": options})
     _show.answer(rows, _next_run)
 

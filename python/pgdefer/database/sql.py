@@ -680,6 +680,20 @@ TASKS_LIKE = Statement(f"select name from queue.tasks {_LIKE}")
 
 SCHEDULES_LIKE = Statement(f"select name from queue.schedules {_LIKE}")
 
+# What names a queue or task, beside jobs.
+
+QUEUE_NAMES = Statement("""
+    select name
+    from (
+      select name from queue.queues
+      union select unnest(queues) from queue.workers
+      union select options ->> 'queue' from queue.schedules
+      union select defaults ->> 'queue' from queue.tasks) as q
+    where right(name, 1) <> '*'
+""")
+
+TASK_NAMES = Statement("select name from queue.tasks union select task from queue.schedules")
+
 # Installing
 
 VERSION = Statement("select code, tables from queue.version()")

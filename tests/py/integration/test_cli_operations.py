@@ -185,6 +185,90 @@ def test_configure_a_queue(run: Run) -> None:
     assert "--rate is N/INTERVAL" in run("queue", "configure", "q", "--rate", "10").err
 
 
+@pytest.mark.parametrize(
+    ("words", "said", "near"),
+    [
+        ("queue pause mial", "the queue mial is new or misspelt", "mail"),
+        ("queue pause mial*", "the queue mial* is new or misspelt", "mail"),
+        ("queue pause --task snd", "the task snd is new or misspelt", "send"),
+        ("queue resume xyz", "the queue xyz is new or misspelt", None),
+        ("queue configure mial --max-running 3", "the queue mial is new or misspelt", "mail"),
+        ("job move 1 --to mial", "the queue mial is new or misspelt", "mail"),
+        ("job copy 1 --to mial", "the queue mial is new or misspelt", "mail"),
+        ("job retry 2 --to mial", "the queue mial is new or misspelt", "mail"),
+        ("defer send -q mial", "the queue mial is new or misspelt", "mail"),
+        ("defer snd -q mail", "the task snd is new or misspelt", "send"),
+        ("schedule add daily @daily snd", "the task snd is new or misspelt", "send"),
+    ],
+)
+def test_a_new_name_may_be_misspelt(
+    run: Run, conn: PsycopgConnection, words: str, said: str, near: str | None
+) -> None:
+    conn.execute("select queue.register_task('send', '{\"queue\": \"mail\"}')")
+    defer(run, "send", "--in", "1 hour")
+    run("job", "cancel", defer(run, "send"), "--yes")
+    done = run(*words.split())
+    said += ": no recent job, worker or schedule names it"
+    said += f"; did you mean {near}?" if near else ""
+    assert (done.code, done.err) == (0, f"pgdefer: {said}\n")
+    assert done.out, "it did what it was told"
+
+
+def test_a_name_is_new_once(run: Run) -> None:
+    run("queue", "create", "mail")
+    refused = run("queue", "configure", "q", "--max-running", 0)
+    assert "misspelt" not in refused.err, "it names only what is wrong"
+    for words in (["queue", "pause", "q"], ["defer", "send", "-q", "mall"]):
+        assert "is new or misspelt" in run(*words).err
+        assert run(*words).err == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *[
+            f"queue pause {name}"
+            for name in ("mail", "m*", "*", "default", "slow", "late", "served")
+        ],
+        *[f"queue pause --task {name}" for name in ("send", "report", "old")],
+        "queue pause --all",
+        "queue resume slow",
+        "queue configure idle --max-running 3",
+        "defer send",
+        "defer report -q served",
+        "defer old -q late",
+        "defer other -q unlike",
+    ],
+)
+def test_a_name_that_is_not_misspelt(run: Run, conn: PsycopgConnection, words: str) -> None:
+    conn.execute("select queue.register_task('send', '{\"queue\": \"mail\"}')")
+    conn.execute(
+        "select queue.schedule('s', '@daily', 'report', options => '{\"queue\": \"slow\"}')"
+    )
+    conn.execute("select queue.register_worker('w', '{served,x*}')")
+    run("queue", "create", "idle")
+    old = defer(run, "old", "-q", "late", "--at", "2999-01-01")
+    run("db", "tick")
+    run("job", "cancel", old, "--yes")
+    assert run(*words.split()).err == ""
+
+
+def test_an_empty_database_has_no_names_to_compare(run: Run) -> None:
+    assert run("defer", "t", "-q", "q").err == ""
+
+
+def test_a_producer_gets_no_warning_of_names(run: Run, conn: PsycopgConnection, dsn: str) -> None:
+    conn.execute("select queue.register_task('send', '{\"queue\": \"mail\"}')")
+    conn.execute("create role only_producer login")
+    try:
+        conn.execute("select queue.grant_access('only_producer', 'producer')")
+        done = run("defer", "snd", "--dry-run", "--dsn", make_conninfo(dsn, user="only_producer"))
+    finally:
+        conn.execute("select queue.revoke_access('only_producer')")
+        conn.execute("drop role only_producer")
+    assert (done.code, done.err) == (0, "Dry run, nothing is changed:\n")
+
+
 def test_delete_a_queue(run: Run, jobs: Jobs, claim: Claim) -> None:
     ids = [defer(run, "t", "-q", "q") for _ in range(3)]
     claims = claim()
@@ -526,6 +610,7 @@ def test_move(run: Run, jobs: Jobs, conn: PsycopgConnection, claim: Claim) -> No
     retry = '{"retry": {"max_attempts": 5}}'
     id = defer(run, "t", '{"n": 1}', "--options", retry)
     ((_, number),) = claim().items()
+    run("queue", "create", "q")
     done = run("job", "move", id, "--to", "q")
     assert (done.code, done.out) == (Exit.WRONG_STATE, "")
     assert (
@@ -829,7 +914,7 @@ def test_dry_runs(run: Run, conn: PsycopgConnection, zoo: dict[str, int]) -> Non
     one = zoo["ready"]
     for words in (
         ["defer", "t"],
-        ["job", "move", one, "--to", "q"],
+        ["job", "move", one, "--to", "other"],
         ["job", "copy", one],
         ["job", "retry", zoo["failed"]],
         ["job", "retry", "--failed"],
