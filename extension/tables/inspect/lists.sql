@@ -10,30 +10,32 @@ create index attempt_at_idx on queue.attempt using brin (finished_at) with (page
 -- Unfinished jobs, without reading the finished ones. due_at: the time from which the job could have run, if
 -- no gate had held it. Private.
 create view queue.unfinished as
-select j.id, j.task, j.queue,
+select j.id, j.task, coalesce(u.queue, j.queue) as queue,
   coalesce(u.state, case when j.is_suspended then 'waiting'
     when j.scheduled_at > statement_timestamp() then 'scheduled' else 'ready' end) as state,
   coalesce(j.scheduled_at, j.created_at) as due_at
 from (
-  select aj.id, case when aj.claim is null then 'ready' else 'running' end as state from queue.active_job aj
+  select aj.id, case when aj.claim is null then 'ready' else 'running' end as state, null as queue
+  from queue.active_job aj
   union all
   select w.id, case w.reason when 'schedule' then 'scheduled' when 'needs' then 'waiting'
     when 'signal' then 'waiting'
     when 'slot' then 'blocked' when 'parked' then 'blocked' when 'moving' then 'blocked'
-    when 'task_paused' then 'ready' else w.reason end
+    when 'task_paused' then 'ready' else w.reason end, null
   from queue.waiting w
   union all
-  select m.id, 'blocked' as state
+  select m.id, 'blocked', null
   from queue.lock_member m
   where not exists (select from queue.active_job aj where aj.id = m.id)
     and not exists (select from queue.waiting w where w.id = m.id)
     and not exists (select from queue.finished f where f.id = m.id)
     and not exists (select from queue.pending_settlement h where h.job_id = m.id and h.kind = 'again')
   union all
-  -- The state comes from the job's wait or its time, as in queue.jobs.
-  select h.job_id, h.payload ->> 'state' as state from queue.pending_settlement h where h.kind = 'again'
+  -- As in queue.jobs: the state comes from the job's wait or its time, and the queue may be a new one.
+  select h.job_id, h.payload ->> 'state', h.payload #>> '{change,queue}'
+  from queue.pending_settlement h where h.kind = 'again'
   union all
-  select a.id, a.state from queue.unadmitted a) u
+  select a.id, a.state, null from queue.unadmitted a) u
 join queue.job_now j on j.id = u.id;
 
 create view queue.metrics as
