@@ -6,10 +6,9 @@
 -- read of it, at least 100 (1,000 if only its state did not match), so that a call ends soon even if nothing
 -- matches.
 -- Raises: 22023.
-create or replace function queue.search(
-  pattern text default null, queue text default null, state text default null,
-  max_bytes bigint default 50000000,
-  by text default 'text', task text default null, before bigint default null, max_jobs integer default 100)
+create or replace function queue.search(pattern text default null, queue text default null,
+  state text default null, max_bytes bigint default 50000000, by text default 'text', task text default null,
+  before bigint default null, max_jobs integer default 100)
 returns table (id bigint, queue_name text, task_name text, job_state text, reason text, priority integer,
   attempts integer, created_at timestamptz, scheduled_at timestamptz, started_at timestamptz,
   finished_at timestamptz, error text, description text, bytes integer, excerpt text, next_id bigint)
@@ -31,17 +30,17 @@ declare
   v_found integer := 0;
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
   v_hidden jsonb;
+  v_moved jsonb;
 begin
   {{installed}}
-  v_hidden := queue._hidden_paths();
+  select queue._hidden_paths(), queue._moved_jobs() into v_hidden, v_moved;
   loop
     v_ids := queue._candidates(search.state, v_before, v_n);
     v_hits := '{}';
     v_sizes := '{}';
     v_is_cut := false;
     for v_job in
-      select u.id, x.is_asked,
-        case when x.is_asked and search.pattern is not null
+      select u.id, x.is_asked, case when x.is_asked and search.pattern is not null
           then queue._match(search.pattern, search.by, v_path, x.args, j.options ->> 'description',
             array[j.lock, j.queueing_lock, j.options ->> 'idempotency_key'] || j.keys) end as match
       from unnest(v_ids) with ordinality u (id, n)
@@ -50,9 +49,10 @@ begin
         -- Masked before the pattern is compared, so that no pattern can find out what is hidden.
         select queue._mask_args(v_hidden -> j.task,
             coalesce(queue._replacement(u.id, j.flags) -> 'args', j.args)) as args,
-          (search.queue is null or queue._matches(j.queue, search.queue))
+          (search.queue is null or queue._matches(q.queue, search.queue))
             and (search.task is null or j.task = search.task)
-            and (v_allowed is null or queue._allows(v_allowed, j.queue)) as is_asked) x
+            and (v_allowed is null or queue._allows(v_allowed, q.queue)) as is_asked
+        from (select coalesce(v_moved ->> u.id::text, j.queue) as queue) q) x
       order by u.n
     loop
       v_before := v_job.id;
@@ -124,6 +124,17 @@ comment on function queue.get(bigint, text) is
   'Returns the values that a path finds in a job''s args, a row for each: items[0].price, or any'
     ' jsonpath, such as $.items[*].price. JSON null gives a row with null; a missing value gives no row. A'
     ' sensitive value (register_task) gives *** to all but the owner.';
+
+-- The new queue, by id, of each job whose last run has moved it to another one, until it is admitted there;
+-- NULL: none.
+create or replace function queue._moved_jobs()
+returns jsonb language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select jsonb_object_agg(u.job_id, u.payload #> '{change,queue}' order by u.seq)
+    from queue.unsettled u
+    where u.kind = 'again' and u.payload #> '{change,queue}' is not null);
+end $$;
 
 -- Returns what search says of these jobs, in their order; with a state, only of those in it. One query reads
 -- them all: to start one of queue.jobs takes as long as to read twenty of its rows.

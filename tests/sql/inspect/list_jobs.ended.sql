@@ -1,6 +1,6 @@
 -- queue.jobs shows what the end of a claim has changed, before the next fetch or tick has read it.
 
-select plan(12);
+select plan(15);
 
 set pgdefer.notify = off;
 
@@ -16,11 +16,14 @@ select f.claim from queue.fetch(:worker) f \gset
 select is(queue.fail(:job, :claim, 'e', options => '{"retry_in": "1 hour", "queue": "other", "priority": 7, "lock": "m"}'), 'scheduled', 'fail changes a job');
 select is(pg_temp.job(:job), 'scheduled other 7 m', 'its queue, priority and lock are the new ones');
 select bag_eq($$select s.queue_name || ' ' || s.priority from queue.search(state => 'scheduled') s$$, array['other 7'], 'search says the same');
+select is((select s.queue_name from queue.search(queue => 'oth*') s), 'other', 'which finds it in its new queue');
+select is_empty($$select from queue.search(queue => 'default', task => 't')$$, 'and not in its old one');
 select is((select r.queue || ' ' || r.priority from queue.list_jobs(:job - 1) r), 'other 7', 'list_jobs, too');
 select bag_eq($$select s.queue || ' ' || s.scheduled from queue.stats() s where s.task = 't' and s.scheduled > 0$$, array['other 1'], 'stats counts it in its new queue');
 select bag_eq($$select m.queue || ' ' || m.scheduled from queue.metrics m where m.scheduled > 0$$, array['other 1'], 'and so do the metrics');
 select queue.tick() \g /dev/null
 select is(pg_temp.job(:job), 'scheduled other 7 m', 'nothing differs after the admission');
+select is((select s.queue_name from queue.search(queue => 'oth*') s), 'other', 'also for search');
 
 select queue.reschedule(:job) \g /dev/null
 select f.claim from queue.fetch(:worker) f \gset
