@@ -136,6 +136,11 @@ end $$;
 
 -- What an outcome means for its job. final: the state in which it ends, with its reason; else it runs again,
 -- at a time if given, with payload as its changes. task: the job's. p_kind: the outcome, or aborted.
+-- A crash is charged only to a job that was claimed alone or with a lease of its own, or if a live worker
+-- reports it (crashed with a claim). That it was the dead worker's only claim proves nothing. A handler may
+-- still have run whose claim had ended: by succeed in its own transaction, by its timeout, or by an operator.
+-- The answer of the fetch may never have arrived, so that the job did not run at all. And an earlier call of
+-- reap may have ended the worker's other claims.
 -- Raises: as _end_attempt.
 create or replace function queue._judge_attempt(
   p_outcome jsonb, p_kind text, p_id bigint, p_claim bigint, p_lane integer, p_worker bigint,

@@ -61,12 +61,12 @@ begin
   return pg_temp.job(v_id);
 end $$;
 select queue.defer('loop') as id \gset
-select is(pg_temp.crash(), 'ready 1 0 1 1', 'the first crash, beside others');
+select is(pg_temp.crash(), 'ready 1 0 1 1', 'the first crash');
 select is(pg_temp.crash(), 'ready 2 0 2 2', 'the second, alone');
 select is(pg_temp.crash(), 'failed crash_loop 3 0 3 3', 'the third, alone: crash_loop at the default of 3');
 select is((select error like 'worker % died%' from queue.jobs where id = :id), true, 'with its error');
 select queue.defer('one', options => '{"retry": {"max_crashes": 1}}') \g /dev/null
-select is(pg_temp.crash(), 'ready 1 0 1 1', 'max_crashes 1: a crash beside others is not charged');
+select is(pg_temp.crash(), 'ready 1 0 1 1', 'max_crashes 1: the first crash is not charged, as other code may have caused it');
 select is(pg_temp.crash(), 'failed crash_loop 2 0 2 2', 'the next one is');
 select queue.defer('unlimited', options => '{"retry": {"max_crashes": null}}') as id \gset
 select pg_temp.crash() \g /dev/null
