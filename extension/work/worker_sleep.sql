@@ -83,7 +83,7 @@ begin
     perform set_config('pgdefer.sleeper', v_state, false);
     v_wait := least(v_wait, case when not queue._may_notify() then interval '1 s' end);
   end if;
-  v_due := queue._next_due();
+  v_due := least(queue._next_due(), queue._next_deadline(queues, options));
   if v_due is not null and v_ahead < 2 then
     v_wait := least(v_wait, greatest(v_due - clock_timestamp() + look_after, interval '0'));
   end if;
@@ -176,6 +176,34 @@ begin
         where w.key = r.key and w.lane = r.lane and left(w.reason, 4) = 'slot' and w.task = any (p_tasks))));
 end $$;
 
+-- When the next ready job of these queues comes within the option deadline_within; NULL: none that is known.
+-- It is at least 100 ms away, so that a worker that may not claim such jobs does not spin. It reads one row
+-- of each busy lane. It looks neither at lanes with shares, which don't list their jobs by deadline, nor at
+-- jobs that wait for a slot: the worker finds these when it next looks.
+create or replace function queue._next_deadline(p_queues text[], p_options jsonb)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_within interval := queue._interval('deadline_within', p_options -> 'deadline_within');
+  v_queues text[];
+begin
+  if v_within is null then
+    return null;
+  elsif p_queues is not null then
+    v_queues := queue._match_queues(p_queues);
+  end if;
+  return (
+    select min(greatest(r.deadline - v_within, v_now + interval '100 ms'))
+    from queue.lane l
+    cross join lateral (
+      select aj.deadline from queue.active_job aj
+      where aj.lane = l.lane and aj.deadline >= v_now + v_within and aj.deadline < 'infinity'
+        and aj.claim is null
+      order by aj.deadline, aj.id limit 1) r
+    where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
+      and (l.paused_until is null or l.paused_until <= v_now));
+end $$;
+
 -- Checks the options of before_sleep. This comes before it takes a lock, because a refusal would not release
 -- a lock of the session.
 -- Raises: 22023.
@@ -191,9 +219,10 @@ end $$;
 
 -- Whether no job of these queues can start by itself: none is ready, nothing is due, no committed job is
 -- still to be admitted, and no claim is still to be reaped. Jobs that a rate, max_running or a key holds back
--- count as ready, and so do crashed ones that must run alone. p_due: the last result of _next_due. If that is
--- now, it checks whose jobs are due, so that steady commits to other queues do not keep a worker. It reads
--- the first 1,000; if there are more, the queues are not drained, because fetch admits them.
+-- count as ready, and so do crashed ones that must run alone. p_due: when the next thing is due, as
+-- before_sleep found. If that is now, it checks whose jobs are due, so that steady commits to other queues do
+-- not keep a worker. It reads the first 1,000; if there are more, the queues are not drained, because fetch
+-- admits them.
 -- p_options: those of before_sleep, checked.
 -- Locks: none.
 create or replace function queue._is_drained(p_queues text[], p_options jsonb, p_due timestamptz)

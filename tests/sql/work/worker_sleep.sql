@@ -1,6 +1,6 @@
 -- Sleeping: how long a worker may wait, and the sleep lock as seen by one session (several: work/worker_sleep.lead_sleeper.spec).
 
-select plan(97);
+select plan(103);
 
 -- The sleep lock and the lock of the other sleepers, as held by this session.
 create function pg_temp.held() returns text language sql as $$
@@ -160,6 +160,25 @@ select is(pg_temp.behind(20), interval '10 s', 'the twentieth behind the first t
 select is(pg_temp.behind(30), interval '15 s', 'those behind it more rarely');
 select is(pg_temp.behind(80), interval '30 s', 'but not less often than every 30 s');
 select queue.deregister_worker(w.id) from queue.worker w where w.name = 'ahead' \g /dev/null
+select queue.after_sleep(:worker) \g /dev/null
+
+-- A ready job whose deadline comes within deadline_within, 4 s from now
+select queue.defer('t', queue => 'near', deadline => now() + interval '30 minutes') as near \gset
+select queue.tick() \g /dev/null
+create function pg_temp.waits(queues text[]) returns interval language sql as $$
+  select s.wait_for
+  from (select max(j.deadline) - clock_timestamp() - interval '4 s' as within from queue.jobs j where j.queue = 'near') x
+  cross join lateral queue.before_sleep((select w.id from queue.workers w where w.name = 'w'), queues, jsonb_build_object('deadline_within', x.within)) s
+$$;
+select ok(pg_temp.waits('{near}') between '0' and '4 s', 'a worker looks when its deadline is near enough');
+select ok(pg_temp.waits(null) between '0' and '4 s', 'also one of all queues');
+select is(pg_temp.waits('{other}'), interval '5 s', 'but not one of other queues');
+select is((select s.wait_for from queue.before_sleep(:worker, '{near}', '{"deadline_within": "1 hour"}') s), interval '5 s', 'nor for one that is near already');
+select is((select s.wait_for from queue.before_sleep(:worker, '{near}') s), interval '5 s', 'or without that option');
+select queue.defer('t', queue => 'near') \g /dev/null
+select queue.delete(array[:near]) \g /dev/null
+select queue.tick() \g /dev/null
+select is((select s.wait_for from queue.before_sleep(:worker, '{near}', '{"deadline_within": "1 hour"}') s), interval '5 s', 'a job without a deadline never is');
 select queue.after_sleep(:worker) \g /dev/null
 
 -- A queue that has used up its rate is due when its next start is
