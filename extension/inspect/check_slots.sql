@@ -24,7 +24,7 @@ begin
         union all
         select k.key, k.weight from queue.waiting w
         cross join lateral queue._keys_of(array[w.id], array[w.flags]) k
-        where k.key = any (w.reserved)
+        where w.reserved is not null and k.key = any (w.reserved)
         union all
         select 'q' || j.queue, 1 from queue.active_job aj join queue.job_now j on j.id = aj.id
         where aj.claim is not null and aj.flags & {{queue_slot}} <> 0

@@ -1,6 +1,6 @@
 -- Concurrency: hard limits per key, several keys, discard, max_running, rates.
 
-select plan(73);
+select plan(74);
 
 \ir gates.helpers.psql
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
@@ -240,5 +240,12 @@ select pg_temp.finish_all();
 select is(pg_temp.claim(queues => '{own}'), array[:low, :low + 1]::bigint[], 'the others run afterwards');
 select pg_temp.finish_all();
 
+-- What a check of many jobs that wait costs
+select queue.defer('t', concurrency_key => 'C', concurrency_limit => 1) from generate_series(1, 50) \g /dev/null
+select queue.tick() \g /dev/null
+begin;
+set local track_functions = 'pl';
 select is_empty('select * from queue.check()', 'sound');
+select cmp_ok((select s.calls from pg_stat_xact_user_functions s where s.funcname = '_keys_of'), '<', 10::bigint, 'the keys of many jobs are read together');
+commit;
 select * from finish();
