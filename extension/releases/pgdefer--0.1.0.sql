@@ -1805,30 +1805,32 @@ create index attempt_at_idx on queue.attempt using brin (finished_at) with (page
 -- Unfinished jobs, without reading the finished ones. due_at: the time from which the job could have run, if
 -- no gate had held it. Private.
 create view queue.unfinished as
-select j.id, j.task, j.queue,
+select j.id, j.task, coalesce(u.queue, j.queue) as queue,
   coalesce(u.state, case when j.is_suspended then 'waiting'
     when j.scheduled_at > statement_timestamp() then 'scheduled' else 'ready' end) as state,
   coalesce(j.scheduled_at, j.created_at) as due_at
 from (
-  select aj.id, case when aj.claim is null then 'ready' else 'running' end as state from queue.active_job aj
+  select aj.id, case when aj.claim is null then 'ready' else 'running' end as state, null as queue
+  from queue.active_job aj
   union all
   select w.id, case w.reason when 'schedule' then 'scheduled' when 'needs' then 'waiting'
     when 'signal' then 'waiting'
     when 'slot' then 'blocked' when 'parked' then 'blocked' when 'moving' then 'blocked'
-    when 'task_paused' then 'ready' else w.reason end
+    when 'task_paused' then 'ready' else w.reason end, null
   from queue.waiting w
   union all
-  select m.id, 'blocked' as state
+  select m.id, 'blocked', null
   from queue.lock_member m
   where not exists (select from queue.active_job aj where aj.id = m.id)
     and not exists (select from queue.waiting w where w.id = m.id)
     and not exists (select from queue.finished f where f.id = m.id)
     and not exists (select from queue.pending_settlement h where h.job_id = m.id and h.kind = 'again')
   union all
-  -- The state comes from the job's wait or its time, as in queue.jobs.
-  select h.job_id, h.payload ->> 'state' as state from queue.pending_settlement h where h.kind = 'again'
+  -- As in queue.jobs: the state comes from the job's wait or its time, and the queue may be a new one.
+  select h.job_id, h.payload ->> 'state', h.payload #>> '{change,queue}'
+  from queue.pending_settlement h where h.kind = 'again'
   union all
-  select a.id, a.state from queue.unadmitted a) u
+  select a.id, a.state, null from queue.unadmitted a) u
 join queue.job_now j on j.id = u.id;
 
 create view queue.metrics as
@@ -13394,6 +13396,11 @@ end $$;
 
 -- What an outcome means for its job. final: the state in which it ends, with its reason; else it runs again,
 -- at a time if given, with payload as its changes. task: the job's. p_kind: the outcome, or aborted.
+-- A crash is charged only to a job that was claimed alone or with a lease of its own, or if a live worker
+-- reports it (crashed with a claim). That it was the dead worker's only claim proves nothing. A handler may
+-- still have run whose claim had ended: by succeed in its own transaction, by its timeout, or by an operator.
+-- The answer of the fetch may never have arrived, so that the job did not run at all. And an earlier call of
+-- reap may have ended the worker's other claims.
 -- Raises: as _end_attempt.
 create or replace function queue._judge_attempt(
   p_outcome jsonb, p_kind text, p_id bigint, p_claim bigint, p_lane integer, p_worker bigint,
@@ -18635,7 +18642,7 @@ begin
     perform set_config('pgdefer.sleeper', v_state, false);
     v_wait := least(v_wait, case when not queue._may_notify() then interval '1 s' end);
   end if;
-  v_due := queue._next_due();
+  v_due := least(queue._next_due(), queue._next_deadline(queues, options));
   if v_due is not null and v_ahead < 2 then
     v_wait := least(v_wait, greatest(v_due - clock_timestamp() + look_after, interval '0'));
   end if;
@@ -18728,6 +18735,34 @@ begin
         where w.key = r.key and w.lane = r.lane and left(w.reason, 4) = 'slot' and w.task = any (p_tasks))));
 end $$;
 
+-- When the next ready job of these queues comes within the option deadline_within; NULL: none that is known.
+-- It is at least 100 ms away, so that a worker that may not claim such jobs does not spin. It reads one row
+-- of each busy lane. It looks neither at lanes with shares, which don't list their jobs by deadline, nor at
+-- jobs that wait for a slot: the worker finds these when it next looks.
+create or replace function queue._next_deadline(p_queues text[], p_options jsonb)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+declare
+  v_now timestamptz := clock_timestamp();
+  v_within interval := queue._interval('deadline_within', p_options -> 'deadline_within');
+  v_queues text[];
+begin
+  if v_within is null then
+    return null;
+  elsif p_queues is not null then
+    v_queues := queue._match_queues(p_queues);
+  end if;
+  return (
+    select min(greatest(r.deadline - v_within, v_now + interval '100 ms'))
+    from queue.lane l
+    cross join lateral (
+      select aj.deadline from queue.active_job aj
+      where aj.lane = l.lane and aj.deadline >= v_now + v_within and aj.deadline < 'infinity'
+        and aj.claim is null
+      order by aj.deadline, aj.id limit 1) r
+    where not l.is_idle and (v_queues is null or l.queue = any (v_queues))
+      and (l.paused_until is null or l.paused_until <= v_now));
+end $$;
+
 -- Checks the options of before_sleep. This comes before it takes a lock, because a refusal would not release
 -- a lock of the session.
 -- Raises: 22023.
@@ -18743,9 +18778,10 @@ end $$;
 
 -- Whether no job of these queues can start by itself: none is ready, nothing is due, no committed job is
 -- still to be admitted, and no claim is still to be reaped. Jobs that a rate, max_running or a key holds back
--- count as ready, and so do crashed ones that must run alone. p_due: the last result of _next_due. If that is
--- now, it checks whose jobs are due, so that steady commits to other queues do not keep a worker. It reads
--- the first 1,000; if there are more, the queues are not drained, because fetch admits them.
+-- count as ready, and so do crashed ones that must run alone. p_due: when the next thing is due, as
+-- before_sleep found. If that is now, it checks whose jobs are due, so that steady commits to other queues do
+-- not keep a worker. It reads the first 1,000; if there are more, the queues are not drained, because fetch
+-- admits them.
 -- p_options: those of before_sleep, checked.
 -- Locks: none.
 create or replace function queue._is_drained(p_queues text[], p_options jsonb, p_due timestamptz)
@@ -21587,7 +21623,7 @@ begin
         union all
         select k.key, k.weight from queue.waiting w
         cross join lateral queue._keys_of(array[w.id], array[w.flags]) k
-        where k.key = any (w.reserved)
+        where w.reserved is not null and k.key = any (w.reserved)
         union all
         select 'q' || j.queue, 1 from queue.active_job aj join queue.job_now j on j.id = aj.id
         where aj.claim is not null and aj.flags & 16384/* queue_slot */ <> 0
@@ -22071,10 +22107,9 @@ end $$;
 -- read of it, at least 100 (1,000 if only its state did not match), so that a call ends soon even if nothing
 -- matches.
 -- Raises: 22023.
-create or replace function queue.search(
-  pattern text default null, queue text default null, state text default null,
-  max_bytes bigint default 50000000,
-  by text default 'text', task text default null, before bigint default null, max_jobs integer default 100)
+create or replace function queue.search(pattern text default null, queue text default null,
+  state text default null, max_bytes bigint default 50000000, by text default 'text', task text default null,
+  before bigint default null, max_jobs integer default 100)
 returns table (id bigint, queue_name text, task_name text, job_state text, reason text, priority integer,
   attempts integer, created_at timestamptz, scheduled_at timestamptz, started_at timestamptz,
   finished_at timestamptz, error text, description text, bytes integer, excerpt text, next_id bigint)
@@ -22096,17 +22131,17 @@ declare
   v_found integer := 0;
   v_allowed text[] := queue._allowed_queues('{operator,reader}');
   v_hidden jsonb;
+  v_moved jsonb;
 begin
   if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
-  v_hidden := queue._hidden_paths();
+  select queue._hidden_paths(), queue._moved_jobs() into v_hidden, v_moved;
   loop
     v_ids := queue._candidates(search.state, v_before, v_n);
     v_hits := '{}';
     v_sizes := '{}';
     v_is_cut := false;
     for v_job in
-      select u.id, x.is_asked,
-        case when x.is_asked and search.pattern is not null
+      select u.id, x.is_asked, case when x.is_asked and search.pattern is not null
           then queue._match(search.pattern, search.by, v_path, x.args, j.options ->> 'description',
             array[j.lock, j.queueing_lock, j.options ->> 'idempotency_key'] || j.keys) end as match
       from unnest(v_ids) with ordinality u (id, n)
@@ -22115,9 +22150,10 @@ begin
         -- Masked before the pattern is compared, so that no pattern can find out what is hidden.
         select queue._mask_args(v_hidden -> j.task,
             coalesce(queue._replacement(u.id, j.flags) -> 'args', j.args)) as args,
-          (search.queue is null or queue._matches(j.queue, search.queue))
+          (search.queue is null or queue._matches(q.queue, search.queue))
             and (search.task is null or j.task = search.task)
-            and (v_allowed is null or queue._allows(v_allowed, j.queue)) as is_asked) x
+            and (v_allowed is null or queue._allows(v_allowed, q.queue)) as is_asked
+        from (select coalesce(v_moved ->> u.id::text, j.queue) as queue) q) x
       order by u.n
     loop
       v_before := v_job.id;
@@ -22189,6 +22225,17 @@ comment on function queue.get(bigint, text) is
   'Returns the values that a path finds in a job''s args, a row for each: items[0].price, or any'
     ' jsonpath, such as $.items[*].price. JSON null gives a row with null; a missing value gives no row. A'
     ' sensitive value (register_task) gives *** to all but the owner.';
+
+-- The new queue, by id, of each job whose last run has moved it to another one, until it is admitted there;
+-- NULL: none.
+create or replace function queue._moved_jobs()
+returns jsonb language plpgsql stable parallel safe security invoker as $$
+begin
+  return (
+    select jsonb_object_agg(u.job_id, u.payload #> '{change,queue}' order by u.seq)
+    from queue.unsettled u
+    where u.kind = 'again' and u.payload #> '{change,queue}' is not null);
+end $$;
 
 -- Returns what search says of these jobs, in their order; with a state, only of those in it. One query reads
 -- them all: to start one of queue.jobs takes as long as to read twenty of its rows.
