@@ -13366,13 +13366,13 @@ begin
     v_kind = 'suspended' or exists (select from queue.step t where t.job_id = p_id),
     v_kind = 'suspended' and p_outcome ? 'is_open',
     case when v_kind = 'released' and v_active.deadline < '0001-01-01 00:00+00' then v_active.deadline end)
-  on conflict on constraint job_override_pkey do update set (attempts, claims, failures, crashes, progress,
-      scheduled_at, started_at, error, has_steps, is_suspended, tag)
-      = (excluded.attempts, s.claims + 1, s.failures + excluded.failures, case when v_kind in ('retry_later',
-        'suspended') then 0 else s.crashes + excluded.crashes end, s.progress + excluded.progress, case
-        when v_kind = 'released' then s.scheduled_at else excluded.scheduled_at end,
-        coalesce(excluded.started_at, s.started_at), coalesce(excluded.error, s.error), excluded.has_steps,
-        excluded.is_suspended, excluded.tag);
+  on conflict on constraint job_override_pkey do update
+  set attempts = excluded.attempts, claims = s.claims + 1, failures = s.failures + excluded.failures,
+    crashes = case when v_kind in ('retry_later', 'suspended') then 0 else s.crashes + excluded.crashes end,
+    progress = s.progress + excluded.progress,
+    scheduled_at = case when v_kind = 'released' then s.scheduled_at else excluded.scheduled_at end,
+    started_at = coalesce(excluded.started_at, s.started_at), error = coalesce(excluded.error, s.error),
+    has_steps = excluded.has_steps, is_suspended = excluded.is_suspended, tag = excluded.tag;
   if v_end.final is not null then
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, reason, error)
     values (p_id, v_now, v_active.claimed_at, v_active.worker_id, v_active.attempt, v_end.final, v_end.reason,
@@ -13390,7 +13390,8 @@ begin
   end if;
   v_state := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end;
   perform queue._settle_or_append(array[p_id], array[v_active.flags], v_active.flags, 'again', p_settle,
-    jsonb_build_object('state', v_state) || v_end.payload);  -- queue.jobs shows it until then
+    -- queue.jobs shows the payload until the job is settled. NULL, as mostly: nothing changes.
+    jsonb_build_object('state', v_state) || v_end.payload);
   return coalesce(v_state, case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;
 
@@ -15006,21 +15007,21 @@ end $$;
 create or replace function queue._reap_gone(p_until timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_last bigint[];
+  v_ending bigint[];                          -- nothing of theirs is in flight any more
   v_gone bigint[];
-  v_left bigint[] := '{}'::bigint[];
+  v_left bigint[] := '{}'::bigint[];          -- these still have claims
   v_claim record;
   v_ended integer;
   v_reaped integer := 0;
 begin
-  v_last := array(
+  v_ending := array(
     select w.id from queue.worker w
     where w.waits_for is not null and not w.is_over
       and not exists (select from pg_locks l where l.locktype = 'virtualxid'
         and l.virtualtransaction = any (w.waits_for))
     for update skip locked);
-  v_gone := v_last || array(select w.id from queue.worker w where w.gone_at is not null and not w.is_clear
-    and w.id <> all (v_last));
+  v_gone := v_ending || array(select w.id from queue.worker w where w.gone_at is not null and not w.is_clear
+    and w.id <> all (v_ending));
   if v_gone = '{}' then
     return 0;
   end if;
@@ -15046,7 +15047,7 @@ begin
   update queue.worker w set is_clear = true
   where w.id = any (array(select w.id from queue.worker w where w.id = any (v_gone) and not w.is_clear
     and w.id <> all (v_left) for update skip locked));
-  update queue.worker w set is_over = true where w.id = any (v_last) and w.id <> all (v_left);
+  update queue.worker w set is_over = true where w.id = any (v_ending) and w.id <> all (v_left);
   return v_reaped;
 end $$;
 
@@ -15165,6 +15166,8 @@ end $$;
 -- Two sessions: work/reap.replaced.spec.
 create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_outcome text := p_outcome;
 begin
   perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for update skip locked;
   if not found then
@@ -15180,11 +15183,13 @@ begin
     or not queue._try_lock_queueing_lock(p_id) then
     return 0;
   end if;
+  if exists (select from queue.active_job aj
+    join queue.undelivered u on u.worker_id = aj.worker_id and u.id = aj.id and u.claim = aj.claim
+    where aj.id = p_id) then
+    v_outcome := 'released';
+  end if;
   perform queue._end_attempt(
-    case
-      case when exists (select from queue.active_job aj join queue.undelivered u on u.worker_id = aj.worker_id
-        and u.id = aj.id and u.claim = aj.claim
-                        where aj.id = p_id) then 'released' else p_outcome end
+    case v_outcome
       when 'timed_out' then jsonb_build_object('outcome', 'failed', 'error', p_error, 'options',
         '{"outcome": "timed_out"}'::jsonb)
       when 'crashed' then jsonb_build_object('outcome', 'crashed', 'error', p_error)
@@ -15331,7 +15336,8 @@ begin
   if v_open = '{}' then
     v_cursor.safe_at := v_now;
     v_cursor.looked_at := v_now;
-  elsif not v_cursor.open_xids && v_open then
+  elsif not (v_cursor.open_xids && v_open) then
+    -- All that were open at the last look have ended.
     v_cursor.safe_at := v_cursor.looked_at;
     v_cursor.looked_at := v_now;
   else
@@ -17066,11 +17072,12 @@ language plpgsql stable parallel safe security invoker rows 10 as $$
 declare
   v_end_deadline timestamptz := timestamptz 'infinity';
   v_end bigint := 9223372036854775807;
+  v_weight integer := p_heaviest;
   v_heavy record;
 begin
-  while p_heaviest is not null loop
+  while v_weight is not null loop  -- once for each weight, as the next one is greater
     select w.weight, w.deadline, w.id into v_heavy from queue.waiting w
-    where left(w.reason, 4) = 'slot' and w.key = p_key and w.lane = p_lane and w.weight > p_heaviest
+    where left(w.reason, 4) = 'slot' and w.key = p_key and w.lane = p_lane and w.weight > v_weight
       and (w.deadline, w.id) >= (p_low_deadline, p_low)
     order by w.weight, w.deadline, w.id limit 1;
     exit when not found;
@@ -17078,7 +17085,7 @@ begin
       v_end_deadline := v_heavy.deadline;
       v_end := v_heavy.id;
     end if;
-    p_heaviest := v_heavy.weight;
+    v_weight := v_heavy.weight;
   end loop;
   if p_tasks is null then
     return query
@@ -17590,7 +17597,7 @@ declare
   v_has_lock boolean := p_has_lock;
   v_has_more boolean := false;
   v_admitted integer;
-  v_is_claimed boolean := false;
+  v_has_read_lane boolean := false;
   v_claimed record;
   v_slice record;
   v_choice record;
@@ -17647,7 +17654,7 @@ begin
       return;  -- nothing else is ready, and whoever holds the lock admits
     end if;  -- else _claim_loop waits, and then looks which lanes it may claim from
   elsif v_choice.kind = 0/* lane_plain */ and cardinality(v_choice.lanes) = 1 then
-    v_is_claimed := true;
+    v_has_read_lane := true;
     if p_max_jobs = 1 then
       -- As _claim_plain, for one job.
       update queue.active_job aj
@@ -17688,8 +17695,8 @@ begin
   end if;
   select c.ids, c.first_claim into ids, first_claim
   from queue._claim_loop(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim,
-    case when v_is_claimed then v_choice.lanes end, v_has_lock, v_has_more, v_admitted <= p_max_jobs is true,
-    p_at_once) c;
+    case when v_has_read_lane then v_choice.lanes end, v_has_lock, v_has_more,
+    v_admitted <= p_max_jobs is true, p_at_once) c;
 end $$;
 
 -- Continues what _claim_one_lane has begun. p_ids: claimed so far. p_lanes: the lanes whose ready jobs these
@@ -18572,6 +18579,10 @@ comment on function queue.run_function(bigint, bigint) is
 -- others, and one of them takes the lock. A worker in the line of sleepers (work/line.sql) that is behind two
 -- others holds neither lock. A session that takes these locks in bad faith costs others notifications or
 -- polling, never a job.
+--
+-- The session's setting pgdefer.sleeper says what it is: lead (it holds the sleep lock), listener (it holds
+-- the sleepers' lock), rest (in the line behind two others) or poll N (it polls, last after N ms). The last
+-- two hold no lock. Empty: it does not sleep.
 
 -- Locks: the sleep lock or the sleepers' lock by try, kept until after_sleep or the session's end; those of
 -- _join_line. A frozen lead sleeper makes producers notify, which all other listeners hear.

@@ -106,13 +106,13 @@ begin
     v_kind = 'suspended' or exists (select from queue.step t where t.job_id = p_id),
     v_kind = 'suspended' and p_outcome ? 'is_open',
     case when v_kind = 'released' and v_active.deadline < '{{end_of_tags}}' then v_active.deadline end)
-  on conflict on constraint job_override_pkey do update set (attempts, claims, failures, crashes, progress,
-      scheduled_at, started_at, error, has_steps, is_suspended, tag)
-      = (excluded.attempts, s.claims + 1, s.failures + excluded.failures, case when v_kind in ('retry_later',
-        'suspended') then 0 else s.crashes + excluded.crashes end, s.progress + excluded.progress, case
-        when v_kind = 'released' then s.scheduled_at else excluded.scheduled_at end,
-        coalesce(excluded.started_at, s.started_at), coalesce(excluded.error, s.error), excluded.has_steps,
-        excluded.is_suspended, excluded.tag);
+  on conflict on constraint job_override_pkey do update
+  set attempts = excluded.attempts, claims = s.claims + 1, failures = s.failures + excluded.failures,
+    crashes = case when v_kind in ('retry_later', 'suspended') then 0 else s.crashes + excluded.crashes end,
+    progress = s.progress + excluded.progress,
+    scheduled_at = case when v_kind = 'released' then s.scheduled_at else excluded.scheduled_at end,
+    started_at = coalesce(excluded.started_at, s.started_at), error = coalesce(excluded.error, s.error),
+    has_steps = excluded.has_steps, is_suspended = excluded.is_suspended, tag = excluded.tag;
   if v_end.final is not null then
     insert into queue.finished (id, finished_at, started_at, worker_id, attempts, state, reason, error)
     values (p_id, v_now, v_active.claimed_at, v_active.worker_id, v_active.attempt, v_end.final, v_end.reason,
@@ -130,7 +130,8 @@ begin
   end if;
   v_state := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end;
   perform queue._settle_or_append(array[p_id], array[v_active.flags], v_active.flags, 'again', p_settle,
-    jsonb_build_object('state', v_state) || v_end.payload);  -- queue.jobs shows it until then
+    -- queue.jobs shows the payload until the job is settled. NULL, as mostly: nothing changes.
+    jsonb_build_object('state', v_state) || v_end.payload);
   return coalesce(v_state, case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;
 

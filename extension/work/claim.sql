@@ -19,7 +19,7 @@ declare
   v_has_lock boolean := p_has_lock;
   v_has_more boolean := false;
   v_admitted integer;
-  v_is_claimed boolean := false;
+  v_has_read_lane boolean := false;
   v_claimed record;
   v_slice record;
   v_choice record;
@@ -76,7 +76,7 @@ begin
       return;  -- nothing else is ready, and whoever holds the lock admits
     end if;  -- else _claim_loop waits, and then looks which lanes it may claim from
   elsif v_choice.kind = {{lane_plain}} and cardinality(v_choice.lanes) = 1 then
-    v_is_claimed := true;
+    v_has_read_lane := true;
     if p_max_jobs = 1 then
       -- As _claim_plain, for one job.
       update queue.active_job aj
@@ -117,8 +117,8 @@ begin
   end if;
   select c.ids, c.first_claim into ids, first_claim
   from queue._claim_loop(p_worker, p_queues, p_max_jobs, p_may_wait, v_now, ids, first_claim,
-    case when v_is_claimed then v_choice.lanes end, v_has_lock, v_has_more, v_admitted <= p_max_jobs is true,
-    p_at_once) c;
+    case when v_has_read_lane then v_choice.lanes end, v_has_lock, v_has_more,
+    v_admitted <= p_max_jobs is true, p_at_once) c;
 end $$;
 
 -- Continues what _claim_one_lane has begun. p_ids: claimed so far. p_lanes: the lanes whose ready jobs these

@@ -142,11 +142,12 @@ language plpgsql stable parallel safe security invoker rows 10 as $$
 declare
   v_end_deadline timestamptz := timestamptz 'infinity';
   v_end bigint := 9223372036854775807;
+  v_weight integer := p_heaviest;
   v_heavy record;
 begin
-  while p_heaviest is not null loop
+  while v_weight is not null loop  -- once for each weight, as the next one is greater
     select w.weight, w.deadline, w.id into v_heavy from queue.waiting w
-    where left(w.reason, 4) = 'slot' and w.key = p_key and w.lane = p_lane and w.weight > p_heaviest
+    where left(w.reason, 4) = 'slot' and w.key = p_key and w.lane = p_lane and w.weight > v_weight
       and (w.deadline, w.id) >= (p_low_deadline, p_low)
     order by w.weight, w.deadline, w.id limit 1;
     exit when not found;
@@ -154,7 +155,7 @@ begin
       v_end_deadline := v_heavy.deadline;
       v_end := v_heavy.id;
     end if;
-    p_heaviest := v_heavy.weight;
+    v_weight := v_heavy.weight;
   end loop;
   if p_tasks is null then
     return query

@@ -97,7 +97,8 @@ begin
   if v_open = '{}' then
     v_cursor.safe_at := v_now;
     v_cursor.looked_at := v_now;
-  elsif not v_cursor.open_xids && v_open then
+  elsif not (v_cursor.open_xids && v_open) then
+    -- All that were open at the last look have ended.
     v_cursor.safe_at := v_cursor.looked_at;
     v_cursor.looked_at := v_now;
   else

@@ -117,21 +117,21 @@ end $$;
 create or replace function queue._reap_gone(p_until timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_last bigint[];
+  v_ending bigint[];                          -- nothing of theirs is in flight any more
   v_gone bigint[];
-  v_left bigint[] := '{}'::bigint[];
+  v_left bigint[] := '{}'::bigint[];          -- these still have claims
   v_claim record;
   v_ended integer;
   v_reaped integer := 0;
 begin
-  v_last := array(
+  v_ending := array(
     select w.id from queue.worker w
     where w.waits_for is not null and not w.is_over
       and not exists (select from pg_locks l where l.locktype = 'virtualxid'
         and l.virtualtransaction = any (w.waits_for))
     for update skip locked);
-  v_gone := v_last || array(select w.id from queue.worker w where w.gone_at is not null and not w.is_clear
-    and w.id <> all (v_last));
+  v_gone := v_ending || array(select w.id from queue.worker w where w.gone_at is not null and not w.is_clear
+    and w.id <> all (v_ending));
   if v_gone = '{}' then
     return 0;
   end if;
@@ -157,7 +157,7 @@ begin
   update queue.worker w set is_clear = true
   where w.id = any (array(select w.id from queue.worker w where w.id = any (v_gone) and not w.is_clear
     and w.id <> all (v_left) for update skip locked));
-  update queue.worker w set is_over = true where w.id = any (v_last) and w.id <> all (v_left);
+  update queue.worker w set is_over = true where w.id = any (v_ending) and w.id <> all (v_left);
   return v_reaped;
 end $$;
 
@@ -276,6 +276,8 @@ end $$;
 -- Two sessions: work/reap.replaced.spec.
 create or replace function queue._reap_claim(p_id bigint, p_claim bigint, p_outcome text, p_error text)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_outcome text := p_outcome;
 begin
   perform from queue.active_job aj where aj.id = p_id and aj.claim = p_claim for update skip locked;
   if not found then
@@ -291,11 +293,13 @@ begin
     or not queue._try_lock_queueing_lock(p_id) then
     return 0;
   end if;
+  if exists (select from queue.active_job aj
+    join queue.undelivered u on u.worker_id = aj.worker_id and u.id = aj.id and u.claim = aj.claim
+    where aj.id = p_id) then
+    v_outcome := 'released';
+  end if;
   perform queue._end_attempt(
-    case
-      case when exists (select from queue.active_job aj join queue.undelivered u on u.worker_id = aj.worker_id
-        and u.id = aj.id and u.claim = aj.claim
-                        where aj.id = p_id) then 'released' else p_outcome end
+    case v_outcome
       when 'timed_out' then jsonb_build_object('outcome', 'failed', 'error', p_error, 'options',
         '{"outcome": "timed_out"}'::jsonb)
       when 'crashed' then jsonb_build_object('outcome', 'crashed', 'error', p_error)

@@ -13,6 +13,10 @@
 -- others, and one of them takes the lock. A worker in the line of sleepers (work/line.sql) that is behind two
 -- others holds neither lock. A session that takes these locks in bad faith costs others notifications or
 -- polling, never a job.
+--
+-- The session's setting pgdefer.sleeper says what it is: lead (it holds the sleep lock), listener (it holds
+-- the sleepers' lock), rest (in the line behind two others) or poll N (it polls, last after N ms). The last
+-- two hold no lock. Empty: it does not sleep.
 
 -- Locks: the sleep lock or the sleepers' lock by try, kept until after_sleep or the session's end; those of
 -- _join_line. A frozen lead sleeper makes producers notify, which all other listeners hear.
