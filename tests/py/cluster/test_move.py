@@ -268,6 +268,39 @@ def test_a_mover_that_dies_at_any_step_is_followed(
         assert [rows(dsns[name], f"select * from queue.{table}") for name in "ac"] == [[], []]
 
 
+def test_a_move_goes_on_by_new_connections(
+    cluster: Cluster, dsns: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mover without CPU is idle between a step and its commit; a session may also be ended."""
+    idle = "set local idle_in_transaction_session_timeout to '1ms'"
+    end = "select pg_terminate_backend(pg_backend_pid())"
+    real = move_slot.execute
+    lost = [
+        (sql.PART_LEAVE, "shard_a", idle),
+        (sql.PART_ARRIVE, "shard_b", end),
+        (sql.MOVED, "shard_a", idle),
+    ]
+
+    def execute(connection: Any, statement: Any, parameters: Any) -> Any:
+        found = real(connection, statement, parameters)
+        if lost and (statement, connection.info.dbname) == lost[0][:2]:
+            is_on = f"select from pg_stat_activity where pid = {connection.info.backend_pid}"
+            connection.execute(lost.pop(0)[2])
+            wait_for(lambda: not rows(dsns["a"], is_on))
+        return found
+
+    monkeypatch.setattr(move_slot, "execute", execute)
+    (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
+    cluster.defer_many((key, cluster.app.prepare("work", {})) for _ in range(3))
+    done = cluster.move(SLOT, "b")
+    assert (done.jobs, done.is_done, lost) == (3, True, [])
+    assert cluster.check() == []
+    lost += [(sql.MAP, "shard_b", end)] * 5
+    with pytest.raises(psycopg.OperationalError):
+        cluster.move(SLOT, "a")
+    assert len(lost) == 1
+
+
 def test_everything_about_a_job_moves(cluster: Cluster, dsns: dict[str, str]) -> None:
     (key,) = keys(lambda key: shard_of(key) == SLOT, 1)
     first = cluster.defer("work", {"n": 0}, shard_key=key, delay=dt.timedelta(days=1))

@@ -23,7 +23,7 @@ from pgdefer.contrib.cluster.install import check_are_apart, has_map, install, s
 from pgdefer.contrib.cluster.move_slot import Move, SlotBusy, move
 from pgdefer.contrib.cluster.shards import SLOTS, ShardMap, shard_of
 from pgdefer.database.source import Source
-from pgdefer.errors import InvalidParameter, PgDeferError
+from pgdefer.errors import InvalidParameter, PgDeferError, is_lost
 from pgdefer.options import checked_mapping
 
 __all__ = ["Cluster", "Move", "ShardMap", "SlotBusy", "install", "shard_of"]
@@ -95,11 +95,17 @@ class Cluster(Deferring, AsyncDeferring):
         last. Jobs that were started before, and wait for another attempt, do not move; with
         `started` they move as new jobs. Raises SlotBusy if a transaction that has deferred for the
         slot stays open for longer than `patience`, or if another process moves the slot.
+
+        If a connection is lost, it goes on by a new one, at most three times: without CPU for 10
+        seconds, for example, the server ends its session.
         """
         _check_slot(slot)
         check_number("patience", patience, (int, float), at_least=0, at_most=math.inf)
+        return self._move(Move(slot), to, patience, started)
+
+    def _move(self, done: Move, to: str, patience: float, started: bool, tries: int = 3) -> Move:
         found, wrong = self.learn()
-        source = self._owner(slot)
+        source = self._owner(done.slot)
         if to not in self.map.shards:
             raise InvalidParameter(
                 f"there is no shard {to!r}",
@@ -108,7 +114,13 @@ class Cluster(Deferring, AsyncDeferring):
         _must_answer([source, to], wrong)
         self._tell(found, wrong)  # ends moves that are over, as one without its last step
         way = {name: self.app_of(name).source for name in (source, to)}
-        done = move(slot, way, patience=patience, started=started)
+        try:
+            move(done, way, patience=patience, started=started)
+        except psycopg.Error as error:
+            idle = psycopg.errors.IdleInTransactionSessionTimeout
+            if not tries or not (isinstance(error, idle) or is_lost(error)):
+                raise
+            return self._move(done, to, patience, started, tries - 1)
         if done.is_done:
             self.refresh(to)
             self._tell(found, wrong)

@@ -71,9 +71,8 @@ class _Pause:
 class _Mover:
     """One move, on a connection to each side."""
 
-    def __init__(self, source: Any, target: Any, slot: int, started: bool) -> None:
-        self.source, self.target, self.started = source, target, started
-        self.done = Move(slot)
+    def __init__(self, source: Any, target: Any, done: Move, started: bool) -> None:
+        self.source, self.target, self.done, self.started = source, target, done, started
 
     def call(self, connection: Any, statement: Statement, **parameters: Any) -> Any:
         """Make one step: a transaction. One that waits for a lock for too long is repeated."""
@@ -198,17 +197,18 @@ class _Mover:
         return parts
 
 
-def move(slot: int, way: Mapping[str, Source], *, patience: float, started: bool) -> Move:
+def move(done: Move, way: Mapping[str, Source], *, patience: float, started: bool) -> None:
     """Move a slot from a shard to another, of `way`; a move that was interrupted goes on.
 
     Parts that must wait come again, round by round, as long as one of three rounds moves any.
     """
+    done.stays.clear()
     if len(way) < 2:
-        return Move(slot)
-    source, target = way
+        return
+    slot, (source, target) = done.slot, way
     with contextlib.ExitStack() as stack:
         here, there = (stack.enter_context(shard.connect()) for shard in way.values())
-        mover = _Mover(here, there, slot, started)
+        mover = _Mover(here, there, done, started)
         source_format = mover.call(here, sql.FORMAT)[0][0]
         coming = {"source": source, "format": source_format}
         version = mover.call(here, sql.MAP)[0][0]["slots"][slot][1] + 1
@@ -228,11 +228,10 @@ def move(slot: int, way: Mapping[str, Source], *, patience: float, started: bool
         while left and idle < 3:
             moved = [part for part in left if mover.part(part, patience)]
             idle = 0 if moved else idle + 1
-            left = list(mover.done.stays)
-        if mover.done.is_done:
+            left = list(done.stays)
+        if done.is_done:
             mover.call(there, sql.MOVED, version=version)
             mover.call(here, sql.MOVED, version=version)
-        return mover.done
 
 
 def _be_the_only_mover(mover: _Mover) -> None:
