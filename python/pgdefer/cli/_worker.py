@@ -266,7 +266,7 @@ def worker(
 ) -> None:
     """Run jobs. `worker ls` lists the workers.
 
-    SIGTERM, SIGINT and SIGHUP let running jobs end. A second one, or SIGQUIT, aborts them at once.
+    SIGTERM, SIGINT and SIGHUP let jobs end. A second SIGTERM or SIGINT, or SIGQUIT, aborts them.
 
     Exits with 8 if jobs that did not end in time were given back, or if ends could not be reported.
     """

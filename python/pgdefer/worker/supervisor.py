@@ -193,9 +193,9 @@ class Supervisor:
             self._stop()
 
     def _on_hangup(self) -> None:
-        # Where a terminal closes, both the kernel and a shell send it.
-        if not self._was_asked:
-            self._on_signal()
+        # Where a terminal closes, the kernel and a shell send it, and systemd also SIGTERM.
+        if not self._stopping.is_set():
+            self._stop()
 
     def _stop(self) -> None:
         self._stopping.set()

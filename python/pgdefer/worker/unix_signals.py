@@ -153,10 +153,10 @@ def signals(
     """Call `on_stop` at SIGTERM, SIGINT and SIGHUP, and `on_quit` at SIGQUIT.
 
     Outside of the main thread, do nothing: only that can handle signals. SIGHUP counts only as the
-    first signal: when a terminal closes, both the kernel and a shell send it. `on_any` is called
-    first and at once, even while a handler blocks the loop. `on_deaf` is called in a thread if the
-    loop has not heard of a signal after a second. At the end the program's own handlers are put
-    back.
+    first signal, and the next SIGTERM or SIGINT does not count as a second one: when a terminal
+    closes, the kernel, a shell and systemd send them. `on_any` is called first and at once, even
+    while a handler blocks the loop. `on_deaf` is called in a thread if the loop has not heard of a
+    signal after a second. At the end the program's own handlers are put back.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -171,8 +171,13 @@ def signals(
         on_any()
         watch.tell()
 
+    has_hung_up = False  # and no other signal has come
+
     def hear(number: signal.Signals, handler: Callable[[], None]) -> None:
-        if watch.hear() or number != signal.SIGHUP:
+        nonlocal has_hung_up
+        is_first, is_hangup = watch.hear(), number == signal.SIGHUP
+        follows, has_hung_up = has_hung_up, is_hangup and (is_first or has_hung_up)
+        if is_first or not (is_hangup or (follows and handler is on_stop)):
             handler()
 
     before: dict[int, Any] = {}

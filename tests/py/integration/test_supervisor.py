@@ -23,7 +23,7 @@ from .conftest import Jobs, wait_for
 pytestmark = pytest.mark.client
 
 MODULE = """
-import os, pathlib, signal, sys, time
+import asyncio, os, pathlib, signal, sys, time
 from pgdefer import App
 
 if pathlib.Path("broken").exists():
@@ -45,6 +45,11 @@ def wait() -> int:
     while not pathlib.Path("go").exists():
         time.sleep(0.01)
     return os.getpid()
+
+@app.task(name="nap")
+async def nap() -> None:
+    pathlib.Path("waiting").touch()
+    await asyncio.sleep(1)
 
 @app.task(name="vanish")
 def vanish() -> None:
@@ -200,15 +205,15 @@ def test_to_stop_waits_and_to_stop_twice_does_not(
     assert jobs.states() == {1: "ready", 2: "ready"}
 
 
-def test_a_hangup_lets_jobs_end(supervise: Supervise, jobs: Jobs, app: App, folder: Path) -> None:
-    """Also a second one: where a terminal closes, both the kernel and a shell send it."""
+def test_a_hangup_lets_jobs_end(supervise: Supervise, jobs: Jobs, app: App) -> None:
+    """Also if others follow: where a terminal closes, several programs send them."""
     supervisor = supervise("--processes", "1")
-    app.defer("wait")
+    app.defer("nap")
     wait_for(supervisor.has_started_wait)
     supervisor.send(signal.SIGHUP)
     wait_for(lambda: "stopping, running processes" in supervisor.log())
     supervisor.send(signal.SIGHUP)
-    (folder / "go").touch()
+    supervisor.send(signal.SIGTERM)
     assert supervisor.code() == Exit.DONE, supervisor.log()
     assert jobs.states() == {1: "succeeded"}
 

@@ -386,15 +386,18 @@ def test_a_worker_in_a_loop_leaves_signals_to_the_program(
     assert list(jobs.states().values()) == ["running"]
 
 
-def test_a_second_hangup_does_not_stop_at_once(app: App, jobs: Jobs, program: Program) -> None:
-    """Where a terminal closes, both the kernel and a shell send it."""
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
+def test_a_signal_after_a_hangup_does_not_stop_at_once(
+    app: App, jobs: Jobs, program: Program, number: signal.Signals
+) -> None:
+    """Where a terminal closes, the kernel and a shell send SIGHUP, and systemd also SIGTERM."""
     process = program()
     assert process.stdout is not None
     app.defer("slow", {"seconds": 1})
     assert process.stdout.readline() == "started\n"
     process.send_signal(signal.SIGHUP)
     assert process.stdout.readline() == "stopping\n"
-    process.send_signal(signal.SIGHUP)
+    process.send_signal(number)
     assert process.stdout.read() == "ended\n"
     assert list(jobs.states().values()) == ["succeeded"]
 
