@@ -9,7 +9,7 @@ import datetime as dt
 import itertools
 import json
 from collections.abc import Mapping
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from pgdefer.app import App
 from pgdefer.database import sql
@@ -18,6 +18,7 @@ from pgdefer.database.sql import Statement
 from pgdefer.options import JobOptions
 from pgdefer.testing.assertions import Assertions, checked_app
 from pgdefer.testing.jobs import RecordedJob
+from pgdefer.testing.queue import TestQueue
 from pgdefer.testing.standing_in import StandingIn
 
 __all__ = ["MemoryQueue"]
@@ -45,6 +46,14 @@ class MemoryQueue(StandingIn, Assertions[RecordedJob]):
 
     def __exit__(self, *_: object) -> None:
         self._leave(self.app.client)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> NoReturn:
+            said = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if hasattr(TestQueue, name):  # run, for example
+                said = f"{said}: {self.no_worker}"
+            raise AttributeError(said, name=name, obj=self)
 
     async def _deferred_jobs(self) -> list[RecordedJob]:
         """Return the jobs deferred in this test."""

@@ -253,6 +253,12 @@ async def test_what_needs_a_database(memory: MemoryQueue) -> None:
             ask()
     with pytest.raises(RuntimeError, match="use a TestQueue"):
         await job.result_async()
+    unfit: Any = memory
+    for name in ("run", "run_async", "travel", "immediate"):
+        with pytest.raises(AttributeError, match="only records what is deferred: use a TestQueue"):
+            getattr(unfit, name)
+    with pytest.raises(AttributeError, match=r"object has no attribute 'rum'$"):
+        unfit.rum()
 
 
 def test_queues_may_be_nested(memory: MemoryQueue) -> None:
