@@ -96,6 +96,10 @@ test-sql-system test-py-system: venv build tools
 test-matrix: venv build tools ## Run all tests on PostgreSQL 15, 16, 17, 18 and on Python 3.13 (QUICK=1: a part)
 	$(BIN)/python tests/matrix $(if $(QUICK),--quick)
 
+.PHONY: test-oldest
+test-oldest: venv build tools ## Run tests with the lowest versions of other packages that pyproject.toml allows
+	$(BIN)/python tests/matrix --oldest
+
 .PHONY: soak
 soak: venv build ## Run the long tests
 	$(BIN)/pytest -q -m soak -o faulthandler_timeout=3600
