@@ -1,6 +1,6 @@
 -- Deadlines: from dependents to their needs, from parents to children.
 
-select plan(23);
+select plan(24);
 
 \ir needs.helpers.psql
 
@@ -95,6 +95,18 @@ select pg_temp.states() \g /dev/null
 select queue.defer('d', needs => array[pg_temp.id('c40')], deadline => '2099-01-01 00:00Z') \g /dev/null
 select cmp_ok(pg_temp.lookups_of_tick(), '<', 400::bigint, 'each is asked for its needs once, not for each way');
 select is((select count(*) from queue.jobs j where j.task like 'c%' and j.deadline = '2099-01-01 00:00Z'), 40::bigint, 'and gets the deadline');
+call pg_temp.clear();
+
+-- nor does one that has been cancelled pass one on
+select queue.defer('needed') as needed \gset
+select queue.defer('gone', needs => array[:needed]::bigint[]) as gone \gset
+select queue.tick() \g /dev/null
+begin;
+select queue.cancel(:gone) \g /dev/null
+select queue.set_deadline(array[:gone]::bigint[], '2099-01-01 00:00Z') \g /dev/null
+commit;
+select queue.tick() \g /dev/null
+select is((select j.deadline from queue.jobs j where j.id = :needed), null, 'a cancelled job passes on no deadline');
 call pg_temp.clear();
 
 -- A child's deadline

@@ -280,6 +280,7 @@ select queue.cancel(j.id) from queue.jobs j where j.queue = 'capped' and j.state
 select pg_temp.ready('fill', 5) as a \gset
 select pg_temp.turn(3, '{fill}') \g /dev/null
 select pg_temp.ready('fill', 1, 'F', 3, -5) \g /dev/null
+select queue.tick() \g /dev/null
 select set_config('test.a', :'a', false) \g /dev/null
 select is(pg_temp.turn(2, '{fill}', :a), '4, 6', 'a lesser priority fills up');
 select pg_temp.turn(3, '{none}', :a + 1, :a + 2, :a + 3, :a + 5) \g /dev/null
