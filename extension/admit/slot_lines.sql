@@ -4,8 +4,8 @@
 
 -- What jobs ask for. The (key, lane) with the number i is (keys[i], lanes[i]), and newest[i] is the newest of
 -- its jobs. The job at place ns[r] asks for weights[r] slots of the one with the number pairs[r], in the
--- order of the jobs, then of the numbers. discards: jobs that must not wait (on_limit); none in a refill.
--- grown: keys whose limit one of the jobs has raised.
+-- order of the jobs, then of the numbers. discards: jobs that must not wait (on_limit), without those whose
+-- queueing lock a defer is replacing; none in a refill. grown: keys whose limit one of the jobs has raised.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
 create or replace function queue._slot_requests(
   p_ids bigint[], p_lanes integer[], p_flags smallint[], p_is_refill boolean,
