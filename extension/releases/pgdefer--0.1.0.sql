@@ -8952,8 +8952,8 @@ end $$;
 
 -- What jobs ask for. The (key, lane) with the number i is (keys[i], lanes[i]), and newest[i] is the newest of
 -- its jobs. The job at place ns[r] asks for weights[r] slots of the one with the number pairs[r], in the
--- order of the jobs, then of the numbers. discards: jobs that must not wait (on_limit); none in a refill.
--- grown: keys whose limit one of the jobs has raised.
+-- order of the jobs, then of the numbers. discards: jobs that must not wait (on_limit), without those whose
+-- queueing lock a defer is replacing; none in a refill. grown: keys whose limit one of the jobs has raised.
 -- Locks: the caller holds the admission lock; rows of queue.queueing_lock by skip locked.
 create or replace function queue._slot_requests(
   p_ids bigint[], p_lanes integer[], p_flags smallint[], p_is_refill boolean,
@@ -13390,8 +13390,7 @@ begin
   end if;
   v_state := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end;
   perform queue._settle_or_append(array[p_id], array[v_active.flags], v_active.flags, 'again', p_settle,
-    -- queue.jobs shows the payload until the job is settled. NULL, as mostly: nothing changes.
-    jsonb_build_object('state', v_state) || v_end.payload);
+    jsonb_build_object('state', v_state) || v_end.payload);  -- mostly NULL; queue.jobs shows it until then
   return coalesce(v_state, case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;
 

@@ -130,8 +130,7 @@ begin
   end if;
   v_state := case when v_kind = 'retry_later' then queue._yield_state(p_id, v_end.payload) end;
   perform queue._settle_or_append(array[p_id], array[v_active.flags], v_active.flags, 'again', p_settle,
-    -- queue.jobs shows the payload until the job is settled. NULL, as mostly: nothing changes.
-    jsonb_build_object('state', v_state) || v_end.payload);
+    jsonb_build_object('state', v_state) || v_end.payload);  -- mostly NULL; queue.jobs shows it until then
   return coalesce(v_state, case when v_at > v_now then 'scheduled' else 'ready' end);
 end $$;
 

@@ -103,7 +103,7 @@ def defer(
     with (
         session(dsn, as_json=as_json, dry_run=dry_run) as on,
         typed(NAMES),
-        doubted(on, queue=queue, task=task, may_be_new=True),
+        doubted(on, task=task, may_be_new=True),
     ):
         rows = on.call(sql.DEFER_ONE, asked)
     _show.answer(rows, lambda row: str(row["id"]))

@@ -34,7 +34,6 @@ from ._base import (
     typed,
 )
 from ._job import Id, Queue, Task, job_id, jobs
-from ._misspelt import doubted
 
 Ids = Annotated[
     list[int],
@@ -67,7 +66,7 @@ def move(
     dry_run: DryRun = False,
 ) -> None:
     """Move jobs to another queue, with their ids, attempts and history."""
-    _change(sql.MOVE, {"ids": ids, "queue": to, "force": force}, dsn, as_json, dry_run, to=to)
+    _change(sql.MOVE, {"ids": ids, "queue": to, "force": force}, dsn, as_json, dry_run)
 
 
 @jobs.command("copy")
@@ -81,10 +80,7 @@ def copy(
     dry_run: DryRun = False,
 ) -> None:
     """Defer a copy of a job, with the same args and options; print its id."""
-    with (
-        session(dsn, as_json=as_json, dry_run=dry_run) as on,
-        doubted(on, queue=to, may_be_new=True),
-    ):
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on:
         rows = on.call(sql.COPY, {"id": id, "queue": to})
     _show.answer(rows, lambda row: str(row["id"]))
 
@@ -141,7 +137,7 @@ def retry(
         asked = {"ids": ids, "force": force, "from_step": from_step}
         asked["changes"] = json.dumps(changes) if changes else None
         names = {"retry_at": "--at", "retry_in": "--delay"}
-        _change(sql.RETRY, asked, dsn, as_json, dry_run, names, to=to)
+        _change(sql.RETRY, asked, dsn, as_json, dry_run, names)
 
 
 @jobs.command("delete")
@@ -287,20 +283,14 @@ def _change(
     as_json: bool,
     dry_run: bool,
     names: Mapping[str, str] = {},
-    to: str | None = None,
 ) -> None:
     """Call a function on many jobs, print each outcome, and exit accordingly.
 
-    `names` says what the user has typed for an argument that a refusal names: see `typed`. `to` is
-    the jobs' new queue.
+    `names` says what the user has typed for an argument that a refusal names: see `typed`.
     """
     ids = list(dict.fromkeys(parameters["ids"]))
     rows = Rows([])
-    with (
-        session(dsn, as_json=as_json, dry_run=dry_run) as on,
-        typed(names),
-        doubted(on, queue=to, may_be_new=True),
-    ):
+    with session(dsn, as_json=as_json, dry_run=dry_run) as on, typed(names):
         for at in range(0, len(ids), SLICE):
             rows += on.call(statement, parameters | {"ids": ids[at : at + SLICE]})
     _end(rows, can_force=parameters.get("force") is False)

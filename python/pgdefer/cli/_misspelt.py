@@ -18,6 +18,7 @@ from pgdefer.database import sql
 from ._base import Session, err
 from ._job import GLANCE
 
+MOST = 10_000  # more names take longer to compare than a user would wait
 _NAMES = {"queue": sql.QUEUE_NAMES, "task": sql.TASK_NAMES}
 
 
@@ -43,7 +44,7 @@ def _doubt(on: Session, kind: str, name: str, may_be_new: bool) -> str | None:
         known = [row["name"] for row in on.call(_NAMES[kind]).values]
         if not known or _is_one_of(name, known):
             return None
-        near = difflib.get_close_matches(name.removesuffix("*"), known, 1)
+        near = difflib.get_close_matches(name.removesuffix("*"), known[:MOST], 1)
         if (may_be_new and not near) or _has_job(on, kind, name):
             return None
         said = f"the {kind} {name} is new or misspelt: no recent job, worker or schedule names it"
