@@ -125,4 +125,10 @@ def _note(record: logging.LogRecord) -> bool:
 
 def _is_unwritten(record: logging.LogRecord) -> bool:
     """Whether no other handler writes a record to the terminal, as one of Django's may do."""
+    logger: logging.Logger | None = logging.getLogger(record.name)
+    while logger is not None and logger is not logging.root:
+        for handler in filter(_is_console, logger.handlers):
+            if _note not in handler.filters:  # added since; only its first record appears twice
+                handler.addFilter(_note)
+        logger = logger.parent
     return getattr(_last, "time", None) != record.created

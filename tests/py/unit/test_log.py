@@ -163,6 +163,10 @@ logger.addHandler(console)
 set_up_log(None, None, verbose=False)
 for message in ("one", "two", "two"):
     logger.warning(message)
+late = logging.getLogger("late")
+late.addHandler(logging.StreamHandler())
+for message in ("three", "four", "five"):
+    late.warning(message)
 """
 
 
@@ -171,6 +175,8 @@ def test_what_another_handler_writes_is_written_once() -> None:
     done = subprocess.run(
         [sys.executable, "-c", REPEATS], capture_output=True, check=True, text=True
     )
-    *own, last = done.stderr.splitlines()
+    *own, last, three, repeat, four, five = done.stderr.splitlines()
     assert own == ["own one", "own two"]
     assert last.endswith(" WARNING shop: two"), "no other handler writes it"
+    assert [three, four, five] == ["three", "four", "five"], "of a handler that came later"
+    assert repeat.endswith(" WARNING late: three"), "as it was not known"
