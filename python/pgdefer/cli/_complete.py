@@ -1,6 +1,6 @@
 """Completions for the shell: states, and names from the database.
 
-Tests: integration/test_cli_operations.py.
+Tests: integration/test_cli_all_commands.py.
 """
 
 from __future__ import annotations

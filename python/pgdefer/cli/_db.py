@@ -1,6 +1,6 @@
 """`pgdefer db`: a database's figures, health and upkeep.
 
-Tests: integration/test_cli_operations.py.
+Tests: integration/test_cli_database.py.
 """
 
 from __future__ import annotations

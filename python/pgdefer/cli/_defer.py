@@ -1,6 +1,6 @@
 """`pgdefer defer`: defers a job from the shell.
 
-Tests: integration/test_cli_operations.py.
+Tests: integration/test_cli_queues.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`pgdefer job`: the commands that find, show and claim jobs.
 
-Tests: integration/test_cli_operations.py.
+Tests: integration/test_cli_jobs.py, integration/test_cli_next.py.
 """
 
 from __future__ import annotations

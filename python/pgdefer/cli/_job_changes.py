@@ -1,6 +1,6 @@
 """`pgdefer job`: the commands that change and end jobs.
 
-Tests: integration/test_cli_operations.py.
+Tests: integration/test_cli_job_changes.py.
 """
 
 from __future__ import annotations

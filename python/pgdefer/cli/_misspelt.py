@@ -1,6 +1,6 @@
 """A line on stderr for a queue or task that may be misspelt.
 
-Tests: integration/test_cli_operations.py.
+Tests: integration/test_cli_queues.py.
 """
 
 from __future__ import annotations

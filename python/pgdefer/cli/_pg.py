@@ -1,6 +1,6 @@
 """`pgdefer pg`: backups of the queue's schema by PostgreSQL's tools, and restores.
 
-Tests: integration/test_cli_operations.py, compat/test_dump_restore.py.
+Tests: compat/test_dump_restore.py, integration/test_cli_database.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`pgdefer psql` and `pgdefer psqlrc`: psql with shortcuts.
 
-Tests: integration/test_cli_operations.py.
+Tests: integration/test_cli_psql.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`pgdefer queue`: lists, creates, pauses, configures and removes queues.
 
-Tests: integration/test_cli_operations.py.
+Tests: integration/test_cli_queues.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`pgdefer schedule`: recurring runs.
 
-Tests: integration/test_cli_operations.py.
+Tests: integration/test_cli_database.py.
 """
 
 from __future__ import annotations

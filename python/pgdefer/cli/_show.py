@@ -1,6 +1,6 @@
 """Shows values: control characters can't reach the terminal, and long values are cut.
 
-Tests: integration/test_cli_operations.py, integration/test_cli_screens.py.
+Tests: integration/test_cli_jobs.py, integration/test_cli_screens.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`pgdefer top`: queues, workers and rates, live.
 
-Tests: integration/test_cli_screens.py, integration/test_cli_operations.py.
+Tests: integration/test_cli_screens.py, integration/test_cli_database.py.
 """
 
 from __future__ import annotations

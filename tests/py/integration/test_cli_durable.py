@@ -9,7 +9,7 @@ import pytest
 
 from pgdefer.cli import Exit
 
-from .test_cli_operations import Claim, Run, claim, defer, run
+from .command_line import Claim, Run, claim, defer, run
 
 __all__ = ["claim", "run"]
 

@@ -14,8 +14,8 @@ from pgdefer import App
 from pgdefer.cli import Exit
 from support import ROOT
 
+from .command_line import Run, run
 from .conftest import Jobs, running
-from .test_cli_operations import Run, run
 
 __all__ = ["run"]
 

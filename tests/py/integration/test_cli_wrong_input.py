@@ -14,7 +14,7 @@ import pytest
 from pgdefer.cli import Exit
 from pgdefer.database.source import PsycopgConnection
 
-from .test_cli_operations import Claim, Run, claim, defer, run
+from .command_line import Claim, Run, claim, defer, run
 
 __all__ = ["claim", "run"]
 

@@ -7,8 +7,8 @@ import pytest
 from pgdefer import App, InvalidParameter
 from pgdefer.cli import Exit
 
+from .command_line import Run, run
 from .conftest import running, until
-from .test_cli_operations import Run, run
 
 __all__ = ["run"]
 

@@ -14,8 +14,8 @@ import pytest
 
 from pgdefer.codec import Codec
 
+from .command_line import Run, run
 from .conftest import Jobs, until
-from .test_cli_operations import Run, run
 
 __all__ = ["run"]
 

@@ -7,8 +7,8 @@ import json
 import psycopg
 import pytest
 
+from .command_line import Run, run
 from .conftest import Jobs
-from .test_cli_operations import Run, run
 from .test_move_in import SOLID, TABLES, solid
 
 __all__ = ["run"]
