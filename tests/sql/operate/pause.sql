@@ -6,7 +6,7 @@ select plan(43);
 
 -- Patterns, which cover queues that appear later; the latest call that matches wins.
 select queue.pause('mail*') \g /dev/null
-select queue.defer('a', queue => 'mail.in'), queue.defer('b', queue => 'mail.out'), queue.defer('c', queue => 'post') \g /dev/null
+select queue.defer('a', queue => 'mail.in'), queue.defer('b', queue => 'mail.out'), queue.defer('c', queue => 'main') \g /dev/null
 select is(pg_temp.run(), 'c', 'a pattern covers queues that appear later');
 select is(queue.resume('mail.out'), 1, 'a later call');
 select is(pg_temp.run(), 'b', 'wins where it matches');
