@@ -1816,10 +1816,10 @@ from (
   select w.id, case w.reason when 'schedule' then 'scheduled' when 'needs' then 'waiting'
     when 'signal' then 'waiting'
     when 'slot' then 'blocked' when 'parked' then 'blocked' when 'moving' then 'blocked'
-    when 'task_paused' then 'ready' else w.reason end, null
+    when 'task_paused' then 'ready' else w.reason end, null as queue
   from queue.waiting w
   union all
-  select m.id, 'blocked', null
+  select m.id, 'blocked' as state, null as queue
   from queue.lock_member m
   where not exists (select from queue.active_job aj where aj.id = m.id)
     and not exists (select from queue.waiting w where w.id = m.id)
@@ -1830,7 +1830,7 @@ from (
   select h.job_id, h.payload ->> 'state', h.payload #>> '{change,queue}'
   from queue.pending_settlement h where h.kind = 'again'
   union all
-  select a.id, a.state, null from queue.unadmitted a) u
+  select a.id, a.state, null as queue from queue.unadmitted a) u
 join queue.job_now j on j.id = u.id;
 
 create view queue.metrics as
