@@ -176,8 +176,9 @@ def signals(
     def hear(number: signal.Signals, handler: Callable[[], None]) -> None:
         nonlocal has_hung_up
         is_first, is_hangup = watch.hear(), number == signal.SIGHUP
-        follows, has_hung_up = has_hung_up, is_hangup and (is_first or has_hung_up)
-        if is_first or not (is_hangup or (follows and handler is on_stop)):
+        is_repeat = is_hangup or (has_hung_up and handler is on_stop)
+        has_hung_up = is_hangup and (is_first or has_hung_up)
+        if is_first or not is_repeat:
             handler()
 
     before: dict[int, Any] = {}
