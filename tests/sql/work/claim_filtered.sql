@@ -1,6 +1,6 @@
 -- Fetching some tasks only: jobs that wait for a slot behind any number of jobs of other tasks.
 
-select plan(55);
+select plan(56);
 
 set pgdefer.notify = off;
 
@@ -144,18 +144,19 @@ select is_empty('select * from queue.check()', 'in order');
 select pg_temp.end_all();
 
 -- Jobs that wait for another key do not hide those behind them.
-select pg_temp.defer(1, 'held', '{"key": "full", "limit": 1}') \g /dev/null
+-- A job gets its keys by name: it waits for z only when it has its slot of k.
+select pg_temp.defer(1, 'held', '{"key": "z", "limit": 1}') \g /dev/null
 select pg_temp.pick('{held}') \g /dev/null
 select pg_temp.defer(5, 'a') \g /dev/null
-select queue.defer('b', options => '{"concurrency": [{"key": "k", "limit": 5}, {"key": "full", "limit": 1}]}') from generate_series(1, 40) \g /dev/null
+select queue.defer('b', options => '{"concurrency": [{"key": "k", "limit": 5}, {"key": "z", "limit": 1}]}') from generate_series(1, 40) \g /dev/null
 select pg_temp.defer(1, 'b') \g /dev/null
 select is(pg_temp.pick('{b}', 1), 'b', 'one behind jobs that wait for a full key, too');
 select is_empty('select * from queue.check()', 'in order');
 select pg_temp.end_all();
-select pg_temp.defer(1, 'held', '{"key": "full", "limit": 1}') \g /dev/null
+select pg_temp.defer(1, 'held', '{"key": "z", "limit": 1}') \g /dev/null
 select pg_temp.pick('{held}') \g /dev/null
 select pg_temp.defer(5, 'a') \g /dev/null
-select queue.defer('b', options => '{"concurrency": [{"key": "k", "limit": 5}, {"key": "full", "limit": 1}]}') from generate_series(1, 900) \g /dev/null
+select queue.defer('b', options => '{"concurrency": [{"key": "k", "limit": 5}, {"key": "z", "limit": 1}]}') from generate_series(1, 900) \g /dev/null
 select pg_temp.defer(1, 'b') \g /dev/null
 create temporary table result (task text);
 do $$
@@ -179,13 +180,14 @@ select cmp_ok(pg_temp.left_waiting(), '>=', 8, 'and does not touch those that it
 select pg_temp.end_all();
 
 -- Of jobs that are named, all are tried, however many are asked for.
-select pg_temp.defer(5, 'a'), pg_temp.defer(1, 'held', '{"key": "full", "limit": 1}') \g /dev/null
+select pg_temp.defer(5, 'a'), pg_temp.defer(1, 'held', '{"key": "z", "limit": 1}') \g /dev/null
 select pg_temp.pick('{a,held}', 6) \g /dev/null
 select pg_temp.defer(5, 'c') \g /dev/null
-select queue.defer('b', options => '{"concurrency": [{"key": "k", "limit": 5}, {"key": "full", "limit": 1}]}') from generate_series(1, 2) \g /dev/null
+select queue.defer('b', options => '{"concurrency": [{"key": "k", "limit": 5}, {"key": "z", "limit": 1}]}') from generate_series(1, 2) \g /dev/null
 select pg_temp.defer(1, 'b') \g /dev/null
 select queue.tick() \g /dev/null
 select queue.succeed(j.id, j.claim) from queue.jobs j where j.task = 'a' and j.state = 'running' limit 1 \g /dev/null
+select is((select string_agg(w.reason || ' ' || w.key, ', ' order by w.id) from queue.waiting w join queue.jobs j using (id) where j.task = 'b'), 'slot kk, slot kk, slot kk', 'all three wait for a slot of the same key');
 select is(pg_temp.pick(null, 5, jsonb_build_object('ids', (select jsonb_agg(j.id) from queue.jobs j where j.task = 'b' and j.finished_at is null))), 'b', 'one behind two that wait for a full key, too');
 select pg_temp.end_all();
 select pg_temp.defer(1, 'a') \g /dev/null
