@@ -49,18 +49,42 @@ class Operations(Protocol):
     def get_bind(self) -> sa.Connection: ...
 
 
-class _RefusedError(InvalidParameter, CommandError):
-    """A refusal, of which Alembic's command line prints the message without a traceback."""
+# Alembic's command line prints the message of a CommandError, and the traceback of any other error.
+
+
+class _RefusedError(PgDeferError, CommandError):
+    pass
+
+
+class _NotInstalledError(NotInstalled, CommandError):
+    pass
+
+
+class _InvalidParameterError(InvalidParameter, CommandError):
+    pass
+
+
+REFUSALS: dict[type[PgDeferError], type[PgDeferError]] = {
+    PgDeferError: _RefusedError,
+    NotInstalled: _NotInstalledError,
+    InvalidParameter: _InvalidParameterError,
+}
 
 
 @contextlib.contextmanager
-def _rights_explained() -> Iterator[None]:
+def _refused_in_one_line() -> Iterator[None]:
+    """Raise refusals as errors of Alembic, too, and say which rights are missing."""
     try:
         yield
+    except PgDeferError as error:
+        refusal = REFUSALS.get(type(error))
+        if refusal is None:
+            raise
+        raise refusal(error.message, detail=error.detail, hint=error.hint) from error
     except sa.exc.DBAPIError as error:
         if sqlstate_of(error) != INSUFFICIENT_PRIVILEGE:
             raise
-        raise PgDeferError(
+        raise _RefusedError(
             str(error.orig).partition("\n")[0],
             hint="Migrate as the owner of the queue, or as a role with CREATE on the database. If"
             " somebody else installs the queue, mark the migration as done, for the branch pgdefer"
@@ -68,7 +92,7 @@ def _rights_explained() -> Iterator[None]:
         ) from error
 
 
-@_rights_explained()
+@_refused_in_one_line()
 def install(op: Operations, *, form: Form = "auto") -> None:
     """Install the queue in this package's version, or upgrade an existing one to it.
 
@@ -86,7 +110,7 @@ def install(op: Operations, *, form: Form = "auto") -> None:
     log.info("pgdefer %s is installed (%s)", _version(op.get_bind()), done)
 
 
-@_rights_explained()
+@_refused_in_one_line()
 def upgrade(op: Operations, version: str, *, form: Form = "auto") -> None:
     """Upgrade the queue to this package's version, which must be `version` or later.
 
@@ -126,6 +150,7 @@ def upgrade(op: Operations, version: str, *, form: Form = "auto") -> None:
                 _run(op.get_bind(), statement)
 
 
+@_refused_in_one_line()
 def downgrade(op: Operations, version: str | None = None, *, force: bool = False) -> None:
     """Undo `install`; or with a version undo `upgrade`, which leaves the queue unchanged.
 
@@ -152,13 +177,12 @@ def downgrade(op: Operations, version: str | None = None, *, force: bool = False
         with translated():
             _run(bind, statement.text)
     except InvalidParameter as error:
-        if force:
-            raise
-        raise _RefusedError(
-            error.message,
-            hint="Pass force=True to downgrade to remove them; for the branch pgdefer, call"
-            " alembic -x pgdefer_force=yes.",
-        ) from None
+        if not force:
+            error.hint = (
+                "Pass force=True to downgrade to remove them; for the branch pgdefer, call"
+                " alembic -x pgdefer_force=yes."
+            )
+        raise
     if _found(bind).is_created:
         _run(bind, sql.DROP_EXTENSION.text)
 
@@ -182,13 +206,14 @@ def include_object(
     return getattr(table, "schema", None) != SCHEMA
 
 
+@_refused_in_one_line()
 def form_of(text: str) -> Form:
-    """Return a form by its name, for `-x pgdefer=plain`. Raises ValueError."""
+    """Return a form by its name, for `-x pgdefer=plain`. Raises InvalidParameter."""
     forms: dict[str, Form] = {"auto": "auto", "extension": "extension", "plain": "plain"}
     try:
         return forms[text]
     except KeyError:
-        raise ValueError(f"pgdefer={text}: give one of {', '.join(forms)}") from None
+        raise InvalidParameter(f"pgdefer={text}: give one of {', '.join(forms)}") from None
 
 
 def _install(bind: sa.Connection, form: Form) -> str:

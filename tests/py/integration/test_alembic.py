@@ -243,16 +243,36 @@ def test_a_downgrade_refuses_to_lose_jobs(project: Project) -> None:
     assert query(project.dsn, "select * from queue.check()") == []
 
 
+@pytest.mark.parametrize(
+    ("up", "message"),
+    [
+        ("upgrade(op, '0.1.0')", "there is no queue to upgrade. Install it before"),
+        ("upgrade(op, '99.0.0')", "the migration wants pgdefer 99.0.0"),
+        ("form_of('other')", "pgdefer=other: give one of auto, extension, plain"),
+    ],
+)
+def test_a_refusal_is_one_line(
+    project: Project, capsys: pytest.CaptureFixture[str], up: str, message: str
+) -> None:
+    project.migration("one", f"pgdefer.alembic.{up}")
+    assert run(project, capsys, "upgrade", "head").startswith(f"FAILED: {message}")
+
+
 def test_the_refusal_of_a_downgrade_is_one_line(
     project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_history(project)
     command.upgrade(project.config(), "head")
+    message = "uninstall removes every job. Pass force=True to downgrade"
+    assert run(project, capsys, "downgrade", "base").startswith(f"FAILED: {message}")
+
+
+def run(project: Project, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run a command of alembic that fails; return what it prints, in one line."""
     program = CommandLine()
     with pytest.raises(SystemExit):
-        program.run_cmd(project.config(), program.parser.parse_args(["downgrade", "base"]))
-    printed = " ".join(capsys.readouterr().out.split())
-    assert printed.startswith("FAILED: uninstall removes every job. Pass force=True to downgrade")
+        program.run_cmd(project.config(), program.parser.parse_args(arguments))
+    return " ".join(capsys.readouterr().out.split())
 
 
 def test_the_first_migration_beside_the_branch(project: Project) -> None:
@@ -462,13 +482,17 @@ def test_a_role_that_does_not_own_the_queue(project: Project, driver: str) -> No
     try:
         project.dsn = psycopg.conninfo.make_conninfo(project.dsn, user="somebody")
         advice = "owner of the queue.*alembic stamp pgdefer@head"
-        with pytest.raises(PgDeferError, match=f"permission denied for schema queue.*{advice}"):
+        with pytest.raises(
+            alembic.util.CommandError, match=f"permission denied for schema queue.*{advice}"
+        ):
             command.upgrade(project.config(driver), "heads")
         command.stamp(project.config(driver), "pgdefer@head")
         command.upgrade(project.config(driver), "heads")
         later = "pgdefer.alembic.upgrade(op, '0.1.0')"
         project.migration("later", later, after="pgdefer_0_1_0")
-        with pytest.raises(PgDeferError, match=f"permission denied for schema queue.*{advice}"):
+        with pytest.raises(
+            alembic.util.CommandError, match=f"permission denied for schema queue.*{advice}"
+        ):
             command.upgrade(project.config(driver), "heads")
     finally:
         with psycopg.connect(project.dsn, user="postgres", autocommit=True) as connection:
