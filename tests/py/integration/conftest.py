@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -43,6 +44,14 @@ def app(dsn: str) -> Iterator[App]:
     app = App(dsn)
     yield app
     app.close()
+
+
+@pytest.fixture
+def hangup_is_not_ignored() -> Iterator[None]:
+    """Start programs that notice SIGHUP, even where the tests run under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def give_up(conn: psycopg.Connection[Any]) -> None:

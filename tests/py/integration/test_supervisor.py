@@ -205,6 +205,7 @@ def test_to_stop_waits_and_to_stop_twice_does_not(
     assert jobs.states() == {1: "ready", 2: "ready"}
 
 
+@pytest.mark.usefixtures("hangup_is_not_ignored")
 def test_a_hangup_lets_jobs_end(supervise: Supervise, jobs: Jobs, app: App) -> None:
     """Also if others follow: where a terminal closes, several programs send them."""
     supervisor = supervise("--processes", "1")

@@ -358,6 +358,7 @@ async def test_jobs_that_do_not_end_go_back(
     is_over = True  # the one that ignores the cancel would keep the loop from ending
 
 
+@pytest.mark.usefixtures("hangup_is_not_ignored")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("options", [{}, {"handle_signals": True}])
 def test_a_signal_stops_gracefully(
@@ -386,6 +387,7 @@ def test_a_worker_in_a_loop_leaves_signals_to_the_program(
     assert list(jobs.states().values()) == ["running"]
 
 
+@pytest.mark.usefixtures("hangup_is_not_ignored")
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 def test_a_signal_after_a_hangup_does_not_stop_at_once(
     app: App, jobs: Jobs, program: Program, number: signal.Signals
