@@ -73,7 +73,7 @@ REFUSALS: dict[type[PgDeferError], type[PgDeferError]] = {
 
 @contextlib.contextmanager
 def _refused_in_one_line() -> Iterator[None]:
-    """Raise refusals as errors of Alembic, too, and say which rights are missing."""
+    """Raise refusals as errors of Alembic, too."""
     try:
         yield
     except PgDeferError as error:
@@ -81,10 +81,17 @@ def _refused_in_one_line() -> Iterator[None]:
         if refusal is None:
             raise
         raise refusal(error.message, detail=error.detail, hint=error.hint) from error
+
+
+@contextlib.contextmanager
+def _rights_explained() -> Iterator[None]:
+    """Say which rights a role lacks that may not migrate."""
+    try:
+        yield
     except sa.exc.DBAPIError as error:
         if sqlstate_of(error) != INSUFFICIENT_PRIVILEGE:
             raise
-        raise _RefusedError(
+        raise PgDeferError(
             str(error.orig).partition("\n")[0],
             hint="Migrate as the owner of the queue, or as a role with CREATE on the database. If"
             " somebody else installs the queue, mark the migration as done, for the branch pgdefer"
@@ -93,6 +100,7 @@ def _refused_in_one_line() -> Iterator[None]:
 
 
 @_refused_in_one_line()
+@_rights_explained()
 def install(op: Operations, *, form: Form = "auto") -> None:
     """Install the queue in this package's version, or upgrade an existing one to it.
 
@@ -111,6 +119,7 @@ def install(op: Operations, *, form: Form = "auto") -> None:
 
 
 @_refused_in_one_line()
+@_rights_explained()
 def upgrade(op: Operations, version: str, *, form: Form = "auto") -> None:
     """Upgrade the queue to this package's version, which must be `version` or later.
 
