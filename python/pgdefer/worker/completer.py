@@ -22,6 +22,7 @@ from pgdefer.worker import outcomes
 from pgdefer.worker.announcer import Announcer
 from pgdefer.worker.claim import Claim
 from pgdefer.worker.ending import nearest, refused
+from pgdefer.worker.heartbeat import clock
 
 __all__ = ["FATAL", "Completer", "may_be_taken_later", "outcomes_json"]
 
@@ -50,6 +51,8 @@ class Completer:
 
     def __init__(self, announcer: Announcer) -> None:
         self.unsent: list[Outcome] = []
+        #: When the first of them came.
+        self.since = 0.0
         #: Whether one of them may not be a success: only `send` can announce the states of those.
         self.has_others = False
         #: Those that were refused because their claims had ended: `announce_ends` asks how.
@@ -60,6 +63,8 @@ class Completer:
 
     def add(self, claim: Claim, outcome: str) -> None:
         """Add the outcome of a claim."""
+        if not self.unsent:
+            self.since = clock()
         self.unsent.append((claim, outcome))
         if not self.has_others and not outcomes.is_success(outcome):
             self.has_others = True

@@ -82,7 +82,9 @@ class Executor:
         self.given_back = 0
         #: How many coroutines were told to end and did not.
         self.unresponsive = 0
-        self._is_starting = False
+        #: Whether jobs are about to start, or have just started: those that end at once will now
+        #: end. While it is true, `_start_some` runs in each turn of the loop, unless jobs are held.
+        self.is_starting = False
         # Whether the claimed jobs wait for a heartbeat before they start.
         self._is_held = False
         self._makes_batches = False
@@ -129,8 +131,8 @@ class Executor:
                 self._extend_if_late(each)
         if self._state.is_stopping:
             self.give_back_waiting()
-        elif self.claimed and not self._is_starting:
-            self._is_starting = True
+        elif self.claimed and not self.is_starting:
+            self.is_starting = True
             self._start_some()
 
     def _extend_if_late(self, claim: Claim) -> None:
@@ -166,8 +168,8 @@ class Executor:
                 left -= 1
             if ahead:
                 slots.note_waiting()
-        if left:
-            self._is_starting = False
+        if left == SLICE:
+            self.is_starting = False
         else:
             self._start_soon()
 
@@ -235,7 +237,7 @@ class Executor:
         self._look = None
         if self._is_held:
             # No heartbeat is answered: others may use these slots meanwhile.
-            self._is_held = self._is_starting = False
+            self._is_held = self.is_starting = False
             self.give_back_waiting()
         now = clock()
         latest = now - WAIT
@@ -338,8 +340,8 @@ class Executor:
                 self.claimed.appendleft(claim)
             else:
                 self._give_back_unstarted([claim])  # of a batch: the others run already
-        if self.claimed and not self._is_starting:
-            self._is_starting = True
+        if self.claimed and not self.is_starting:
+            self.is_starting = True
             self._start_soon()
 
     def _is_past_timeout(self, claim: Claim) -> bool:
@@ -423,8 +425,8 @@ class Executor:
                 batch = claim.batch
                 has_started = claim in self.running if batch is None else batch.has_started
                 slots.left(has_started=has_started)
-                if has_started and self._ahead[slots] and not self._is_starting:
-                    self._is_starting = True
+                if has_started and self._ahead[slots] and not self.is_starting:
+                    self.is_starting = True
                     self._start_soon()
         self._beside.discard(claim)
         if claim in self.running:
@@ -546,5 +548,5 @@ class Executor:
             self._state.jobs_left += 1
             self._leave(claim)
         if self._is_held:
-            self._is_held = self._is_starting = False
+            self._is_held = self.is_starting = False
         self.abort_all(LOST)

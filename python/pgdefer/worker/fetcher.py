@@ -5,9 +5,11 @@ the database's answers.
 
 In one round trip it sends all outcomes that there are, and asks for as many jobs as slots are free.
 So a single outcome leaves at once, and outcomes that come during a round trip go with the next one.
-The jobs of an answer are started in slices, so that the first outcomes leave while others start.
+The jobs of an answer are started in slices. If there are more to be had, the first outcomes leave
+while others start; if not, the outcomes of quick jobs leave together.
 
-Tests: integration/test_worker_connections.py, integration/test_drain.py.
+Tests: integration/test_worker_connections.py, integration/test_drain.py,
+integration/test_moments.py.
 """
 
 from __future__ import annotations
@@ -45,15 +47,17 @@ __all__ = ["Fetcher"]
 
 log = logger("pgdefer.worker")
 
-# In a burst, the last BURST_FINDS fetches that found jobs lie within BURST_SECONDS. Then the worker
+# In a burst, BURST_FINDS fetches have found jobs within the last BURST_SECONDS. Then the worker
 # looks LINGER_POLLS times more, every LINGER_DELAY seconds, before it sleeps: meanwhile producers
 # send no notification. Without a burst it stays asleep while it works.
 BURST_FINDS = 4
 BURST_SECONDS = 0.02
 LINGER_POLLS = 5
 LINGER_DELAY = 0.002
-# How long a worker that may still be woken waits for the ends of the jobs that it has just started,
-# in seconds. Meanwhile it need not say that it is busy: that would wake another worker for nothing.
+# How long a worker waits, in seconds, for the ends of jobs that it has just started: to report them
+# in one call; and before it says that it is busy, as that may wake another worker for nothing.
+# Before it goes to sleep, it waits so long for the ends of jobs that have come, or for more jobs
+# where they come often.
 MOMENT = 0.005
 # When to look for claims of an answer that was lost, in seconds: that call may still be under way.
 LOST_CLAIM_CHECKS = (0.0, 15.0, 120.0)
@@ -107,8 +111,11 @@ class Fetcher:
         # asked for, and how often to look again soon.
         self._is_dry = False
         self._has_all = False
+        # Whether the worker has waited for MOMENT since that fetch, before it says that it is busy.
+        self._had_moment = False
         self._polls = 0
-        self._has_news = False
+        # Whether the ends of jobs that have come, or more jobs, are likely within MOMENT.
+        self._expects_more = False
         self._found_at: collections.deque[float] = collections.deque(maxlen=BURST_FINDS)
         self._refusals = GrowingDelay(last=1.0)
         self._lost_claim_checks: list[float] = []
@@ -196,6 +203,7 @@ class Fetcher:
                 await self._make_up_for_losses()
             free = self._free()
             if self._completer.unsent:
+                await self._gather_outcomes()
                 if not state.claims_no_more:
                     for slots in self._slots:
                         await slots.turn()
@@ -209,6 +217,18 @@ class Fetcher:
                 return
             else:
                 await self._wait_for_slots()
+
+    async def _gather_outcomes(self) -> None:
+        """Wait for the outcomes of jobs that are starting, if these are all there are, and quick.
+
+        So they go in one call, however few slots there are. But before a job that may keep the loop
+        busy, the outcomes of others leave.
+        """
+        if not (self._has_all and all(slots.prefetch.is_quick for slots in self._slots)):
+            return
+        until = self._completer.since + MOMENT
+        while self._executor.is_starting and clock() < until:  # noqa: ASYNC110 (one turn each)
+            await asyncio.sleep(0)
 
     # Slots
 
@@ -237,13 +257,13 @@ class Fetcher:
 
     async def _wait_for_slots(self) -> None:
         """While all slots are taken, or no jobs may be claimed: wait for an outcome or a turn."""
-        if self._listener.holds_sleep_lock and self._has_all:
+        if self._listener.holds_sleep_lock and self._has_all and not self._had_moment:
             # No job was left to others, and maybe one ends in a moment.
-            self._has_all = False
+            self._had_moment = True
             await self._wait(MOMENT)
         else:
             if self._listener.holds_sleep_lock:
-                await self._listener.after_sleep(self._state.registered())
+                self._spawn(self._listener.after_sleep(self._state.registered()))
             await self._wait(self._until_a_heartbeat())
         self._is_dry = False
 
@@ -274,8 +294,8 @@ class Fetcher:
             self._polls -= 1
             await self._wait(LINGER_DELAY)
             self._is_dry = False
-        elif self._has_news and self._listener.is_first:
-            self._has_news = False
+        elif self._expects_more and self._listener.is_first:
+            self._expects_more = False
             self._is_dry = not await self._wait(MOMENT)
         else:
             await self._sleep(free)
@@ -372,23 +392,24 @@ class Fetcher:
             is_dry = is_dry and came < least
             has_all = has_all and came < asked
         self._is_dry, self._has_all = is_dry, has_all
-        self._has_news = bool(found)
+        self._had_moment = False
         if not self._has_fetched and not was_refused:
             self._has_fetched = True
             self._heartbeat.on_first_fetch()
         if found:
             self._found_at.append(asyncio.get_running_loop().time())
-            is_burst = self._is_burst()
+            is_burst = self._has_found_lately(BURST_FINDS)
             self._polls = LINGER_POLLS if is_burst else 0
             is_first = self._listener.is_first
             if self._listener.holds_sleep_lock and (is_burst or not has_all or not is_first):
                 self._spawn(self._listener.after_sleep(self._state.registered()))
+        self._expects_more = found > 0 or self._has_found_lately(2)
         return found
 
-    def _is_burst(self) -> bool:
-        """Whether jobs come so fast that it pays to look for them instead of being woken."""
-        found_at = self._found_at
-        return len(found_at) == BURST_FINDS and found_at[-1] - found_at[0] < BURST_SECONDS
+    def _has_found_lately(self, fetches: int) -> bool:
+        """Whether so many fetches have found jobs within the last BURST_SECONDS."""
+        found_at, now = self._found_at, asyncio.get_running_loop().time()
+        return len(found_at) >= fetches and now - found_at[-fetches] < BURST_SECONDS
 
     async def _exchange(self, slots: Slots | None, max_jobs: int, ahead: int) -> int | None:
         """Send the outcomes and ask for jobs, some of which start later, in one round trip.

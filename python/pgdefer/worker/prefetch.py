@@ -19,6 +19,8 @@ WAIT = 0.2
 # In seconds. As many as start within this time are claimed ahead even if an answer was not full. It
 # is about a round trip, so no other worker could have started them earlier.
 SOON = 0.005
+# In seconds. Jobs that do nothing run so long if 64 of them start together on a slow machine.
+QUICK = 0.01
 # The most jobs to ask for where they are to fill batches.
 MOST_IN_BATCHES = 1000
 # An answer that was not full, but holds at least so many jobs, may have been cut to 64 kB: as
@@ -82,6 +84,11 @@ class Prefetch:
     def allowed(self) -> int:
         """How many jobs may be claimed ahead now."""
         return min(self._window, self._start_within(AHEAD)) if self._mean <= AHEAD else 0
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether the last jobs, if any, ran no longer than QUICK."""
+        return self._mean <= QUICK
 
     def ended(self, duration: float) -> None:
         """Take in how long a job ran."""

@@ -7,20 +7,18 @@ import contextlib
 import select
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, ClassVar
+from typing import Any
 
 import psycopg
 import pytest
 
 from pgdefer import App, current_job
-from pgdefer.worker import executor, fetcher, prefetch
-from pgdefer.worker import worker as worker_module
+from pgdefer.worker import executor, prefetch
 from pgdefer.worker.heartbeat import clock
-from pgdefer.worker.listener import Sleep, SleepListener
 from workers import slowness
 
 from .conftest import Jobs, Program, give_up, running, until, wait_for
@@ -268,67 +266,6 @@ async def test_no_job_with_a_limit_is_among_them(app: App, jobs: Jobs, dsn: str)
         await jobs.end()
     assert (most, waited - {plain.name}) == (1, set())
     assert set(jobs.states().values()) == {"succeeded"}
-
-
-class CountedSleeps(SleepListener):
-    """Counts when its worker has gone to sleep, and has said that it is busy again."""
-
-    slept: ClassVar[int] = 0
-    woke: ClassVar[int] = 0
-
-    async def before_sleep(
-        self, worker: int, queues: Sequence[str] | None, options: str | None = None
-    ) -> Sleep:
-        sleep = await super().before_sleep(worker, queues, options)
-        CountedSleeps.slept += 1
-        return sleep
-
-    async def after_sleep(self, worker: int) -> None:
-        CountedSleeps.woke += self.holds_sleep_lock
-        await super().after_sleep(worker)
-
-
-async def test_a_worker_that_is_free_again_in_a_moment_wakes_no_other(
-    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """That it is busy, it says only if its slots are full for longer: that wakes two others."""
-    monkeypatch.setattr(prefetch.Prefetch, "allowed", 10)
-    monkeypatch.setattr(worker_module, "SleepListener", CountedSleeps)
-    moment = fetcher.MOMENT
-    monkeypatch.setattr(fetcher, "MOMENT", 3600.0)  # a busy machine makes any moment longer
-    blocked = Blocked(app)
-    async with running(app, concurrency=2) as worker:
-        woke = CountedSleeps.woke
-        for _ in range(10):
-            await until(lambda: worker.id is not None and worker.listener.is_first)
-            slept = CountedSleeps.slept
-            blocked.quick.defer_many([{"n": n} for n in range(8)])
-            await jobs.end()
-            await until(lambda slept=slept: CountedSleeps.slept > slept)
-        # A notification may come while both slots are taken, as on a busy machine: then it says so.
-        assert CountedSleeps.woke - woke <= 3
-        monkeypatch.setattr(fetcher, "MOMENT", moment)
-        blocked.block.defer_many([{}, {}])
-        await until(lambda: not worker.listener.holds_sleep_lock)
-        blocked.release.set()
-        await jobs.end()
-
-
-async def test_a_slot_that_is_free_in_a_moment_without_an_outcome(
-    app: App, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prefetch.Prefetch, "allowed", 10)
-    monkeypatch.setattr(fetcher, "MOMENT", 3600.0)
-
-    @app.task(name="own", transactional=True)
-    async def own(connection: psycopg.AsyncConnection[Any]) -> None:
-        await connection.execute("select 1")
-
-    async with running(app, concurrency=1) as worker:
-        for _ in range(3):
-            await until(lambda: worker.id is not None and worker.listener.is_first)
-            own.defer()
-            await jobs.end()
 
 
 async def test_no_more_than_max_jobs(app: App, jobs: Jobs) -> None:

@@ -202,6 +202,7 @@ async def test_an_abort_is_told_once_and_before_the_start_it_prevents_it() -> No
     bench = Bench()
     running, waiting = bench.claim(1), bench.claim(2)
     bench.executor.take([running])
+    await until(lambda: not bench.executor.is_starting)
     bench.heartbeat.beat_at = clock() - 31  # perhaps this process was frozen
     bench.executor.take([waiting])
     for _ in range(2):
@@ -217,6 +218,7 @@ async def test_the_claims_of_a_worker_that_is_gone_are_no_longer_its_own() -> No
     running, waiting = bench.claim(1), bench.claim(2)
     bench.state.jobs_left = 8
     bench.executor.take([running])
+    await until(lambda: not bench.executor.is_starting)
     bench.heartbeat.beat_at = clock() - 31
     bench.executor.take([waiting])
     bench.executor.on_worker_gone()
@@ -322,6 +324,7 @@ async def test_a_job_does_not_start_beside_an_earlier_run(monkeypatch: pytest.Mo
     bench.executor.give_back_waiting()  # as for a stop
     bench.executor.end(first, outcome_of(first.job, None, asyncio.CancelledError()))
     bench.executor.take([bench.claim(1)])
+    await until(lambda: not bench.executor.is_starting)
     assert bench.outcomes() == [(1, "released")] * 3
     told = [("start", 1), ("the claim was lost", 1), ("start", 2), ("start", 1)]
     assert (bench.runner.told, bench.slots.used) == (told, 2)
@@ -350,6 +353,7 @@ async def test_a_batch_starts_without_a_job_that_still_runs() -> None:
     claims = [bench.claim(1), bench.claim(2)]
     bench.slots.used = 2
     bench.executor.take(gather(claims, bench.app.tasks))
+    await until(lambda: not bench.executor.is_starting)
     assert bench.runner.told[2:] == [("start", 2)]
     assert bench.executor.waiting == claims[:1]
     bench.executor.end(claims[1], '{"id":2,"claim":102,"outcome":"succeeded"}')

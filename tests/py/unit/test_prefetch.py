@@ -153,3 +153,15 @@ def test_it_grows_slowly_from_half_of_what_was_given_back() -> None:
         prefetch.answered(100, 100)
         sizes.append(prefetch.allowed)
     assert sizes == [20, 40, 80, 160, 180, 200, 220]
+
+
+def test_jobs_are_quick_again_some_time_after_a_slow_one() -> None:
+    prefetch = Prefetch(20, 500)
+    assert prefetch.is_quick  # none was slow
+    prefetch.ended(2.0)
+    for _ in range(30):
+        assert not prefetch.is_quick
+        prefetch.ended(0.0)
+    for _ in range(20):
+        prefetch.ended(0.0)
+    assert prefetch.is_quick
