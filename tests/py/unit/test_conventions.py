@@ -62,8 +62,8 @@ def test_each_module_has_a_test_of_its_name_or_says_which(module: str) -> None:
     room, _, name = module.rpartition("/")
     tests = Path(__file__).parents[1]
     doc = ast.get_docstring(ast.parse((PACKAGE / f"{module}.py").read_text("utf-8"))) or ""
-    said = re.search(r"(?m)^Tests: (.+)\.$", doc)
-    named = said[1].split(", ") if said else []
+    said = re.search(r"(?ms)^Tests: (.+?)\.$", doc)
+    named = re.split(r",\s", said[1]) if said else []
     may_have_own = room in ("", *NAMED) and module not in OTHERS
     assert named or (may_have_own and list(tests.rglob(f"test_{name.removesuffix('_async')}.py")))
     assert [test for test in named if not (tests / test).exists()] == []
