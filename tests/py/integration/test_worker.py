@@ -503,27 +503,6 @@ async def test_no_more_than_concurrency_at_once(app: App, jobs: Jobs) -> None:
     assert most == 7
 
 
-async def test_no_outcome_waits_for_others(app: App, jobs: Jobs) -> None:
-    release = asyncio.Event()
-
-    @app.task(name="slow")
-    async def slow() -> None:
-        await release.wait()
-
-    @app.task(name="quick")
-    async def quick() -> None: ...
-
-    async with running(app, concurrency=10):
-        for _ in range(9):
-            await slow.defer_async()
-        for _ in range(5):
-            job = await quick.defer_async()
-            await jobs.end(job.id)
-        assert list(jobs.states().values()).count("running") == 9
-        release.set()
-        await jobs.end()
-
-
 async def test_only_its_queues(app: App, jobs: Jobs) -> None:
     @app.task
     async def task() -> None: ...
