@@ -219,10 +219,10 @@ class Fetcher:
                 await self._wait_for_slots()
 
     async def _gather_outcomes(self) -> None:
-        """Wait for the outcomes of jobs that are starting, if these are all there are, and quick.
+        """Wait for the outcomes of jobs that are starting, if no others are ready.
 
-        So they go in one call, however few slots there are. But before a job that may keep the loop
-        busy, the outcomes of others leave.
+        So they go in one call, however few slots there are. After slow jobs it does not wait: one
+        that starts may keep the loop busy, and the outcomes before it must have left by then.
         """
         if not (self._has_all and all(slots.prefetch.is_quick for slots in self._slots)):
             return
@@ -262,10 +262,14 @@ class Fetcher:
             self._had_moment = True
             await self._wait(MOMENT)
         else:
-            if self._listener.holds_sleep_lock:
-                self._spawn(self._listener.after_sleep(self._state.registered()))
+            self._say_busy()
             await self._wait(self._until_a_heartbeat())
         self._is_dry = False
+
+    def _say_busy(self) -> None:
+        """Say that this worker is busy, if it may still be woken. Do not wait for the answer."""
+        if self._listener.holds_sleep_lock:
+            self._spawn(self._listener.after_sleep(self._state.registered()))
 
     def _until_a_heartbeat(self) -> float | None:
         """Return how long to wait for what frees slots: briefly, if a heartbeat may do so."""
@@ -400,9 +404,8 @@ class Fetcher:
             self._found_at.append(asyncio.get_running_loop().time())
             is_burst = self._has_found_lately(BURST_FINDS)
             self._polls = LINGER_POLLS if is_burst else 0
-            is_first = self._listener.is_first
-            if self._listener.holds_sleep_lock and (is_burst or not has_all or not is_first):
-                self._spawn(self._listener.after_sleep(self._state.registered()))
+            if is_burst or not has_all or not self._listener.is_first:
+                self._say_busy()
         self._expects_more = found > 0 or self._has_found_lately(2)
         return found
 

@@ -19,7 +19,8 @@ WAIT = 0.2
 # In seconds. As many as start within this time are claimed ahead even if an answer was not full. It
 # is about a round trip, so no other worker could have started them earlier.
 SOON = 0.005
-# In seconds. Jobs that do nothing run so long if 64 of them start together on a slow machine.
+# In seconds. Jobs that run no longer are quick. On a slow machine, a job that does nothing runs so
+# long if 64 start together.
 QUICK = 0.01
 # The most jobs to ask for where they are to fill batches.
 MOST_IN_BATCHES = 1000
