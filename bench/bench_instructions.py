@@ -83,6 +83,7 @@ PREPARE = [
       select {OUTCOMES}
       from queue.finish_and_fetch({WORKER}, current_setting('b.outcomes')::jsonb, null, 50)
     """,
+    f"prepare sleep as select * from queue.before_sleep({WORKER}, null, '{{\"in_line\": true}}')",
     f"""
     prepare five(text) as
       select {OUTCOMES}
@@ -156,6 +157,7 @@ NONE = "select set_config('b.outcomes', '[]', false)"
 # One after another in one queue: those that want it empty first; the batches drain what was deferred before.
 CASES = [
     Case("defer, claim, finish", ("one({n})", "fetch1", "succeed"), turns=100),
+    Case("asking to sleep", ("sleep",)),
     Case("signal, claim, finish", ("signal", "fetch1", "succeed"), 15, 40, first=SUSPEND),
     Case("defer_many of 1,000, a job", ("many",), 2, 2, jobs=1000),
     Case(
@@ -322,10 +324,10 @@ def costs(*, valgrind: bool, only: str = "", kept: Path | None = None) -> list[C
 def differences(found: Iterable[Cost], kept: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return which figures are not those kept, as lines."""
     return [
-        f"{cost.name}: {value:,.1f} {unit}, {value / before - 1:+.1%} of {before:,.1f}"
+        f"{cost.name}: {value:,.1f} {unit}, before {before:,.1f}"
         for cost in found
         for unit, value in cost.figures().items()
-        if abs(value / (before := kept.get(cost.name, {}).get(unit, 1)) - 1) > TOLERANCE
+        if abs(value - (before := kept.get(cost.name, {}).get(unit, -1))) > TOLERANCE * abs(before)
     ]
 
 

@@ -1,5 +1,6 @@
 -- Cycles that the needs of a yield would close, also through a lock.
--- Tests: admit/cycles.sql, admit/cycles.two_yields.spec, admit/cycles.lock.spec.
+-- Tests: admit/cycles.sql, admit/cycles.two_yields.spec, admit/cycles.pending_yields.spec,
+-- admit/cycles.lock.spec.
 
 -- Raises: QJ005 if one of p_needs needs p_id.
 create or replace function queue._refuse_cycle(p_id bigint, p_needs bigint[])

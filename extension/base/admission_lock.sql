@@ -95,7 +95,7 @@ begin
       v_has_deadlock := true;
     end;
   end loop;
-  perform pg_try_advisory_xact_lock_shared({{holder_lock}});
+  perform pg_try_advisory_xact_lock_shared({{holder_lock}}), set_config('pgdefer.admits', 'on', true);
   v_timeout := current_setting('idle_in_transaction_session_timeout');
   if v_timeout = '0' or v_timeout::interval > interval '10 s' then
     v_timeout := set_config('idle_in_transaction_session_timeout', '10s', true);
@@ -103,7 +103,6 @@ begin
   if p_wait then
     perform queue._cap_lock_timeout('10s');
   end if;
-  perform set_config('pgdefer.admits', 'on', true);
   return true;
 end $$;
 

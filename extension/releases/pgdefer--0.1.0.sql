@@ -3184,7 +3184,7 @@ begin
       v_has_deadlock := true;
     end;
   end loop;
-  perform pg_try_advisory_xact_lock_shared(1885824102, 3/* holder_lock */);
+  perform pg_try_advisory_xact_lock_shared(1885824102, 3/* holder_lock */), set_config('pgdefer.admits', 'on', true);
   v_timeout := current_setting('idle_in_transaction_session_timeout');
   if v_timeout = '0' or v_timeout::interval > interval '10 s' then
     v_timeout := set_config('idle_in_transaction_session_timeout', '10s', true);
@@ -3192,7 +3192,6 @@ begin
   if p_wait then
     perform queue._cap_lock_timeout('10s');
   end if;
-  perform set_config('pgdefer.admits', 'on', true);
   return true;
 end $$;
 
@@ -9965,7 +9964,8 @@ end $$;
 
 -- admit/cycles.sql
 -- Cycles that the needs of a yield would close, also through a lock.
--- Tests: admit/cycles.sql, admit/cycles.two_yields.spec, admit/cycles.lock.spec.
+-- Tests: admit/cycles.sql, admit/cycles.two_yields.spec, admit/cycles.pending_yields.spec,
+-- admit/cycles.lock.spec.
 
 -- Raises: QJ005 if one of p_needs needs p_id.
 create or replace function queue._refuse_cycle(p_id bigint, p_needs bigint[])
@@ -13161,18 +13161,19 @@ end $$;
 create or replace function queue._join_line(p_worker bigint, p_queues text[], p_options jsonb)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_served bigint := hashtextextended(format('%s %s', p_options - 'busy',
-    (select array_agg(distinct q order by q) from unnest(p_queues) q)), 0);
+  v_queues text[] := p_queues;
+  v_served bigint;
   v_is_busy boolean := p_options -> 'busy' is not distinct from 'true';
   v_own record;
   v_ahead record;
 begin
   if current_setting('transaction_isolation') <> 'read committed' then
     return 0;  -- an old snapshot would not show who comes and goes
-  elsif exists (select from queue.worker w where w.id = p_worker and w.apart_since is not null) then
-    perform queue._leave_line(p_worker, false);
-    return 0;  -- it gets no job now (work/quarantine.sql), so it keeps nobody else asleep
   end if;
+  if cardinality(p_queues) > 1 then
+    v_queues := array(select distinct q from unnest(p_queues) q order by q);
+  end if;
+  v_served := hashtextextended(format('%s %s', p_options - 'busy', v_queues), 0);
   select s.place, s.is_busy, s.joined_at < clock_timestamp() - interval '100 ms' as may_rest into v_own
   from queue.sleeper s where s.worker_id = p_worker and s.served = v_served and s.pid = pg_backend_pid();
   if v_own.is_busy and not v_is_busy then
@@ -16017,37 +16018,51 @@ end $$;
 create or replace function queue._next_due()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 declare
+  v_now timestamptz := clock_timestamp();
+  v_cursor record;
   v_due timestamptz;
 begin
-  select least(
-    case when c.has_backlog or exists (select from queue.job j where j.xid >= c.next_xid)
-           or exists (select from queue.job j
-             where j.xid = any (array(select x from unnest(c.in_flight) x
-             where pg_visible_in_snapshot(x, pg_current_snapshot()))))
-         then clock_timestamp() end,
-    case when exists (select from queue.unsettled h
-      where h.xid > '0'::xid8 and pg_visible_in_snapshot(h.xid, pg_current_snapshot()))
-           then clock_timestamp() + interval '10 ms'
-    -- A settlement waits for the end of a transaction (_row_locker), which wakes no worker.
-         when exists (select from queue.unsettled h where h.xid > '0'::xid8 and h.kind <> 'group')
-           then clock_timestamp() + interval '100 ms'
-    -- A transaction that adds jobs to a group may be long, and its commit wakes a worker.
-         when exists (select from queue.unsettled h where h.xid > '0'::xid8)
-           then clock_timestamp() + interval '1 s' end,
-    (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
-    (select s.due_at from queue.schedule s where s.due_at >= c.due_at order by s.due_at limit 1),
-    case when c.due_at > clock_timestamp() then clock_timestamp() end,  -- the clock was set back
-    (select min(p.until) from queue.pause p where p.is_paused and p.until > clock_timestamp()
-      and isfinite(p.until)),
+  select k.next_xid, k.in_flight, k.due_at,
+    k.has_backlog or k.due_at > v_now as is_due,  -- due_at is ahead if the clock was set back
+    exists (select from queue.job j where j.xid >= k.next_xid) as has_jobs,
+    exists (select from queue.pending_settlement h where h.xid >= k.next_xid) as has_settlements
+  into v_cursor from queue.cursor_now k;
+  if v_cursor.in_flight <> '{}' and not v_cursor.has_jobs then
+    v_cursor.has_jobs := exists (select from queue.job j
+      where j.xid = any (array(select x from unnest(v_cursor.in_flight) x
+        where pg_visible_in_snapshot(x, pg_current_snapshot()))));
+  end if;
+  if v_cursor.is_due or v_cursor.has_jobs then
+    return v_now;
+  end if;
+  if v_cursor.has_settlements or v_cursor.in_flight <> '{}' then
+    v_due := queue._next_settling(v_now);
+  end if;
+  return least(v_due,
+    (select w.at from queue.waiting w where w.at >= v_cursor.due_at order by w.at limit 1),
+    (select s.due_at from queue.schedule s where s.due_at >= v_cursor.due_at order by s.due_at limit 1),
+    (select min(p.until) from queue.pause p where p.is_paused and p.until > v_now and isfinite(p.until)),
     -- Work that only tick does, and that may fail at once, is due after a moment, so that no caller spins.
-    (select greatest(e.at, clock_timestamp() + interval '10 ms') from queue.expiry e
+    (select greatest(e.at, v_now + interval '10 ms') from queue.expiry e
      where (select aj.claim from queue.active_job aj where aj.id = e.id) is null order by e.at limit 1),
-    (select greatest(x.at, clock_timestamp() + interval '10 ms') from queue._next_lease_end() x (at)
+    (select greatest(x.at, v_now + interval '10 ms') from queue._next_lease_end() x (at)
       where x.at is not null),
-    (select min(queue._next_start(c.queue)) from queue.queue_config c where c.rate_limit is not null))
-  into v_due
-  from queue.cursor_now c;
-  return v_due;
+    (select min(queue._next_start(c.queue)) from queue.queue_config c where c.rate_limit is not null));
+end $$;
+
+-- When to look again at open settlements; NULL: there are none.
+create or replace function queue._next_settling(p_now timestamptz)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  return p_now + case
+    when exists (select from queue.unsettled h
+      where h.xid > '0'::xid8 and pg_visible_in_snapshot(h.xid, pg_current_snapshot()))
+    then interval '10 ms'
+    -- A settlement waits for the end of a transaction (_row_locker), which wakes no worker.
+    when exists (select from queue.unsettled h where h.xid > '0'::xid8 and h.kind <> 'group')
+    then interval '100 ms'
+    -- A transaction that adds jobs to a group may be long, and its commit wakes a worker.
+    when exists (select from queue.unsettled h where h.xid > '0'::xid8) then interval '1 s' end;
 end $$;
 
 -- work/workers.sql
@@ -18597,17 +18612,19 @@ declare
   v_worker record;
   v_state text := coalesce(current_setting('pgdefer.sleeper', true), '');
   v_wait interval := interval '5 s';
-  v_poll integer;
   v_due timestamptz;
   v_ahead integer := 0;
 begin
-  perform queue._check_are_few(queues), queue._check_asked(queues), queue._check_sleep_options(options);
+  if cardinality(queues) > 100 then
+    perform queue._check_are_few(queues);
+  end if;
+  perform queue._check_asked(queues), queue._check_sleep_options(options);
   if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_worker(before_sleep.worker);
     queues := queue._narrow_queues('{worker}', queues);
   end if;
-  select w.id, w.info into v_worker from queue.worker w where w.id = before_sleep.worker
-    and w.gone_at is null;
+  select w.id, w.info, w.apart_since into v_worker
+  from queue.worker w where w.id = before_sleep.worker and w.gone_at is null;
   if not found then
     perform queue._worker_gone(before_sleep.worker);
   end if;
@@ -18618,8 +18635,11 @@ begin
     v_wait := interval '1 s';
   else
     channels := array['pgdefer', 'pgdefer_worker_' || v_worker.id];
-    if options -> 'in_line' = 'true' then
+    if options -> 'in_line' = 'true' and v_worker.apart_since is null then
       v_ahead := queue._join_line(v_worker.id, queues, options);
+    elsif options -> 'in_line' = 'true' then
+      -- It gets no job now (work/quarantine.sql), so it keeps nobody else asleep.
+      perform queue._leave_line(v_worker.id, false);
     end if;
     v_state := case when v_state = 'rest' then '' else v_state end;
     if v_ahead > 1 then
@@ -18632,24 +18652,16 @@ begin
       v_wait := interval '1 s';  -- within this it notices that the first has died, asleep or awake
       look_after := interval '80 ms';
     end if;
-    if v_state = 'listener' and pg_try_advisory_lock_shared(1885824102, 1/* sleep_lock */) then
-      -- The lead sleeper has left.
-      perform pg_advisory_unlock_shared(1885824102, 1/* sleep_lock */), pg_advisory_unlock_shared(1885824102, 2/* sleeper_lock */);
-      v_state := '';
+    if v_state not in ('lead', 'rest') then
+      v_state := queue._become_sleeper(v_state);
     end if;
-    if v_state not in ('lead', 'listener', 'rest') then
-      if pg_try_advisory_lock(1885824102, 1/* sleep_lock */) then
-        v_state := 'lead';
-      elsif queue._joins_lead_sleeper() then
-        v_state := 'listener';
-      else
-        v_poll := least(2 * coalesce(substring(v_state from '^poll ([0-9]+)$')::integer, 1), 1000);
-        v_state := 'poll ' || v_poll;
-        v_wait := make_interval(secs => v_poll / 1000.0);
-        may_sleep := false;
-      end if;
+    if v_state ^@ 'poll ' then
+      v_wait := make_interval(secs => substring(v_state from 6)::integer / 1000.0);
+      may_sleep := false;
     end if;
-    perform set_config('pgdefer.sleeper', v_state, false);
+    if v_state is distinct from current_setting('pgdefer.sleeper', true) then
+      perform set_config('pgdefer.sleeper', v_state, false);
+    end if;
     v_wait := least(v_wait, case when not queue._may_notify() then interval '1 s' end);
   end if;
   v_due := least(queue._next_due(), queue._next_deadline(queues, options));
@@ -18695,6 +18707,26 @@ end $$;
 comment on function queue.after_sleep(bigint) is
   'Call it in the session that listens when a worker that slept is busy again. It releases the sleep'
     ' lock, so that producers need not notify, and wakes another sleeper instead.';
+
+-- Makes a session in this state the lead sleeper or a listener, or lets it poll. Returns its new state.
+-- Locks: the sleep lock or the sleepers' lock by try.
+create or replace function queue._become_sleeper(p_state text)
+returns text language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_state = 'listener' then
+    if not pg_try_advisory_lock_shared(1885824102, 1/* sleep_lock */) then
+      return p_state;
+    end if;
+    -- The lead sleeper has left.
+    perform pg_advisory_unlock_shared(1885824102, 1/* sleep_lock */), pg_advisory_unlock_shared(1885824102, 2/* sleeper_lock */);
+  end if;
+  if pg_try_advisory_lock(1885824102, 1/* sleep_lock */) then
+    return 'lead';
+  elsif queue._joins_lead_sleeper() then
+    return 'listener';
+  end if;
+  return 'poll ' || least(2 * coalesce(substring(p_state from '^poll ([0-9]+)$')::integer, 1), 1000);
+end $$;
 
 -- Releases the lock of a session in this state. If that was the lead sleeper, it wakes the others.
 create or replace function queue._leave_sleep_lock(p_state text)
@@ -18783,7 +18815,9 @@ begin
   if jsonb_typeof(p_options -> 'in_line') <> 'boolean' or jsonb_typeof(p_options -> 'busy') <> 'boolean' then
     perform queue._invalid('in_line and busy must be true or false', 'Pass a JSON boolean.');
   end if;
-  perform queue._selection(p_options - '{in_line,busy}'::text[]);
+  if p_options - '{in_line,busy}'::text[] <> '{}' then
+    perform queue._selection(p_options - '{in_line,busy}'::text[]);
+  end if;
 end $$;
 
 -- Whether no job of these queues can start by itself: none is ready, nothing is due, no committed job is

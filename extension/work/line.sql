@@ -17,18 +17,19 @@
 create or replace function queue._join_line(p_worker bigint, p_queues text[], p_options jsonb)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_served bigint := hashtextextended(format('%s %s', p_options - 'busy',
-    (select array_agg(distinct q order by q) from unnest(p_queues) q)), 0);
+  v_queues text[] := p_queues;
+  v_served bigint;
   v_is_busy boolean := p_options -> 'busy' is not distinct from 'true';
   v_own record;
   v_ahead record;
 begin
   if current_setting('transaction_isolation') <> 'read committed' then
     return 0;  -- an old snapshot would not show who comes and goes
-  elsif exists (select from queue.worker w where w.id = p_worker and w.apart_since is not null) then
-    perform queue._leave_line(p_worker, false);
-    return 0;  -- it gets no job now (work/quarantine.sql), so it keeps nobody else asleep
   end if;
+  if cardinality(p_queues) > 1 then
+    v_queues := array(select distinct q from unnest(p_queues) q order by q);
+  end if;
+  v_served := hashtextextended(format('%s %s', p_options - 'busy', v_queues), 0);
   select s.place, s.is_busy, s.joined_at < clock_timestamp() - interval '100 ms' as may_rest into v_own
   from queue.sleeper s where s.worker_id = p_worker and s.served = v_served and s.pid = pg_backend_pid();
   if v_own.is_busy and not v_is_busy then

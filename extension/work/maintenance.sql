@@ -163,35 +163,49 @@ end $$;
 create or replace function queue._next_due()
 returns timestamptz language plpgsql stable parallel safe security invoker as $$
 declare
+  v_now timestamptz := clock_timestamp();
+  v_cursor record;
   v_due timestamptz;
 begin
-  select least(
-    case when c.has_backlog or exists (select from queue.job j where j.xid >= c.next_xid)
-           or exists (select from queue.job j
-             where j.xid = any (array(select x from unnest(c.in_flight) x
-             where pg_visible_in_snapshot(x, pg_current_snapshot()))))
-         then clock_timestamp() end,
-    case when exists (select from queue.unsettled h
-      where h.xid > {{shelved}} and pg_visible_in_snapshot(h.xid, pg_current_snapshot()))
-           then clock_timestamp() + interval '10 ms'
-    -- A settlement waits for the end of a transaction (_row_locker), which wakes no worker.
-         when exists (select from queue.unsettled h where h.xid > {{shelved}} and h.kind <> 'group')
-           then clock_timestamp() + interval '100 ms'
-    -- A transaction that adds jobs to a group may be long, and its commit wakes a worker.
-         when exists (select from queue.unsettled h where h.xid > {{shelved}})
-           then clock_timestamp() + interval '1 s' end,
-    (select w.at from queue.waiting w where w.at >= c.due_at order by w.at limit 1),
-    (select s.due_at from queue.schedule s where s.due_at >= c.due_at order by s.due_at limit 1),
-    case when c.due_at > clock_timestamp() then clock_timestamp() end,  -- the clock was set back
-    (select min(p.until) from queue.pause p where p.is_paused and p.until > clock_timestamp()
-      and isfinite(p.until)),
+  select k.next_xid, k.in_flight, k.due_at,
+    k.has_backlog or k.due_at > v_now as is_due,  -- due_at is ahead if the clock was set back
+    exists (select from queue.job j where j.xid >= k.next_xid) as has_jobs,
+    exists (select from queue.pending_settlement h where h.xid >= k.next_xid) as has_settlements
+  into v_cursor from queue.cursor_now k;
+  if v_cursor.in_flight <> '{}' and not v_cursor.has_jobs then
+    v_cursor.has_jobs := exists (select from queue.job j
+      where j.xid = any (array(select x from unnest(v_cursor.in_flight) x
+        where pg_visible_in_snapshot(x, pg_current_snapshot()))));
+  end if;
+  if v_cursor.is_due or v_cursor.has_jobs then
+    return v_now;
+  end if;
+  if v_cursor.has_settlements or v_cursor.in_flight <> '{}' then
+    v_due := queue._next_settling(v_now);
+  end if;
+  return least(v_due,
+    (select w.at from queue.waiting w where w.at >= v_cursor.due_at order by w.at limit 1),
+    (select s.due_at from queue.schedule s where s.due_at >= v_cursor.due_at order by s.due_at limit 1),
+    (select min(p.until) from queue.pause p where p.is_paused and p.until > v_now and isfinite(p.until)),
     -- Work that only tick does, and that may fail at once, is due after a moment, so that no caller spins.
-    (select greatest(e.at, clock_timestamp() + interval '10 ms') from queue.expiry e
+    (select greatest(e.at, v_now + interval '10 ms') from queue.expiry e
      where (select aj.claim from queue.active_job aj where aj.id = e.id) is null order by e.at limit 1),
-    (select greatest(x.at, clock_timestamp() + interval '10 ms') from queue._next_lease_end() x (at)
+    (select greatest(x.at, v_now + interval '10 ms') from queue._next_lease_end() x (at)
       where x.at is not null),
-    (select min(queue._next_start(c.queue)) from queue.queue_config c where c.rate_limit is not null))
-  into v_due
-  from queue.cursor_now c;
-  return v_due;
+    (select min(queue._next_start(c.queue)) from queue.queue_config c where c.rate_limit is not null));
+end $$;
+
+-- When to look again at open settlements; NULL: there are none.
+create or replace function queue._next_settling(p_now timestamptz)
+returns timestamptz language plpgsql stable parallel safe security invoker as $$
+begin
+  return p_now + case
+    when exists (select from queue.unsettled h
+      where h.xid > {{shelved}} and pg_visible_in_snapshot(h.xid, pg_current_snapshot()))
+    then interval '10 ms'
+    -- A settlement waits for the end of a transaction (_row_locker), which wakes no worker.
+    when exists (select from queue.unsettled h where h.xid > {{shelved}} and h.kind <> 'group')
+    then interval '100 ms'
+    -- A transaction that adds jobs to a group may be long, and its commit wakes a worker.
+    when exists (select from queue.unsettled h where h.xid > {{shelved}}) then interval '1 s' end;
 end $$;

@@ -32,17 +32,19 @@ declare
   v_worker record;
   v_state text := coalesce(current_setting('pgdefer.sleeper', true), '');
   v_wait interval := interval '5 s';
-  v_poll integer;
   v_due timestamptz;
   v_ahead integer := 0;
 begin
-  perform queue._check_are_few(queues), queue._check_asked(queues), queue._check_sleep_options(options);
+  if cardinality(queues) > 100 then
+    perform queue._check_are_few(queues);
+  end if;
+  perform queue._check_asked(queues), queue._check_sleep_options(options);
   {{if_restricted}}
     perform queue._require_worker(before_sleep.worker);
     queues := queue._narrow_queues('{worker}', queues);
   end if;
-  select w.id, w.info into v_worker from queue.worker w where w.id = before_sleep.worker
-    and w.gone_at is null;
+  select w.id, w.info, w.apart_since into v_worker
+  from queue.worker w where w.id = before_sleep.worker and w.gone_at is null;
   if not found then
     perform queue._worker_gone(before_sleep.worker);
   end if;
@@ -53,8 +55,11 @@ begin
     v_wait := interval '1 s';
   else
     channels := array['pgdefer', 'pgdefer_worker_' || v_worker.id];
-    if options -> 'in_line' = 'true' then
+    if options -> 'in_line' = 'true' and v_worker.apart_since is null then
       v_ahead := queue._join_line(v_worker.id, queues, options);
+    elsif options -> 'in_line' = 'true' then
+      -- It gets no job now (work/quarantine.sql), so it keeps nobody else asleep.
+      perform queue._leave_line(v_worker.id, false);
     end if;
     v_state := case when v_state = 'rest' then '' else v_state end;
     if v_ahead > 1 then
@@ -67,24 +72,16 @@ begin
       v_wait := interval '1 s';  -- within this it notices that the first has died, asleep or awake
       look_after := interval '80 ms';
     end if;
-    if v_state = 'listener' and pg_try_advisory_lock_shared({{sleep_lock}}) then
-      -- The lead sleeper has left.
-      perform pg_advisory_unlock_shared({{sleep_lock}}), pg_advisory_unlock_shared({{sleeper_lock}});
-      v_state := '';
+    if v_state not in ('lead', 'rest') then
+      v_state := queue._become_sleeper(v_state);
     end if;
-    if v_state not in ('lead', 'listener', 'rest') then
-      if pg_try_advisory_lock({{sleep_lock}}) then
-        v_state := 'lead';
-      elsif queue._joins_lead_sleeper() then
-        v_state := 'listener';
-      else
-        v_poll := least(2 * coalesce(substring(v_state from '^poll ([0-9]+)$')::integer, 1), 1000);
-        v_state := 'poll ' || v_poll;
-        v_wait := make_interval(secs => v_poll / 1000.0);
-        may_sleep := false;
-      end if;
+    if v_state ^@ 'poll ' then
+      v_wait := make_interval(secs => substring(v_state from 6)::integer / 1000.0);
+      may_sleep := false;
     end if;
-    perform set_config('pgdefer.sleeper', v_state, false);
+    if v_state is distinct from current_setting('pgdefer.sleeper', true) then
+      perform set_config('pgdefer.sleeper', v_state, false);
+    end if;
     v_wait := least(v_wait, case when not queue._may_notify() then interval '1 s' end);
   end if;
   v_due := least(queue._next_due(), queue._next_deadline(queues, options));
@@ -130,6 +127,26 @@ end $$;
 comment on function queue.after_sleep(bigint) is
   'Call it in the session that listens when a worker that slept is busy again. It releases the sleep'
     ' lock, so that producers need not notify, and wakes another sleeper instead.';
+
+-- Makes a session in this state the lead sleeper or a listener, or lets it poll. Returns its new state.
+-- Locks: the sleep lock or the sleepers' lock by try.
+create or replace function queue._become_sleeper(p_state text)
+returns text language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  if p_state = 'listener' then
+    if not pg_try_advisory_lock_shared({{sleep_lock}}) then
+      return p_state;
+    end if;
+    -- The lead sleeper has left.
+    perform pg_advisory_unlock_shared({{sleep_lock}}), pg_advisory_unlock_shared({{sleeper_lock}});
+  end if;
+  if pg_try_advisory_lock({{sleep_lock}}) then
+    return 'lead';
+  elsif queue._joins_lead_sleeper() then
+    return 'listener';
+  end if;
+  return 'poll ' || least(2 * coalesce(substring(p_state from '^poll ([0-9]+)$')::integer, 1), 1000);
+end $$;
 
 -- Releases the lock of a session in this state. If that was the lead sleeper, it wakes the others.
 create or replace function queue._leave_sleep_lock(p_state text)
@@ -218,7 +235,9 @@ begin
   if jsonb_typeof(p_options -> 'in_line') <> 'boolean' or jsonb_typeof(p_options -> 'busy') <> 'boolean' then
     perform queue._invalid('in_line and busy must be true or false', 'Pass a JSON boolean.');
   end if;
-  perform queue._selection(p_options - '{in_line,busy}'::text[]);
+  if p_options - '{in_line,busy}'::text[] <> '{}' then
+    perform queue._selection(p_options - '{in_line,busy}'::text[]);
+  end if;
 end $$;
 
 -- Whether no job of these queues can start by itself: none is ready, nothing is due, no committed job is

@@ -1,6 +1,6 @@
 -- Shares: turns by weight within a queue and priority.
 
-select plan(109);
+select plan(111);
 
 set pgdefer.notify = off;
 
@@ -321,6 +321,16 @@ select is(pg_temp.starts(4, 1, '{full}'), 'a1 b1 a2 b2', 'in turns');
 select pg_temp.finish_all();
 select queue.configure_share('A', '{"weight": null}');
 select is_empty('select * from queue.check()', 'sound');
+-- Nor can a share's tag pass the end.
+select pg_temp.defer('a3', 'A', '{"queue": "full"}') \g /dev/null
+select queue.tick() \g /dev/null
+update queue.share_tag t set tag = timestamptz '0001-01-01Z' - interval '1 microsecond' where t.queue = 'full';
+select pg_temp.defer('a4', 'A', '{"queue": "full"}') \g /dev/null
+select max(t.tick) as tick from queue.share_tag t where t.queue = 'full' \gset
+select queue.tick() \g /dev/null
+select is((select max(t.tick) from queue.share_tag t where t.queue = 'full'), :tick::bigint, 'a tag at the end stays as it is');
+select is(pg_temp.starts(2, 1, '{full}'), 'a3 a4', 'and its jobs start');
+select pg_temp.finish_all();
 
 -- A ready job that meets a full key comes before the first that waits, and keeps that place when weights change.
 \set key '{"concurrency": [{"key": "front", "limit": 1}]}'
