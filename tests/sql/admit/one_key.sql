@@ -1,7 +1,7 @@
 -- Batches whose jobs have one and the same key: their slots are passed on in few statements, as the general
 -- way would. Where a batch is not of this kind, the general way decides.
 
-select plan(115);
+select plan(117);
 
 select test.change('queue._claim_loop', '100 ms', '1 hour'), test.change('queue._claim_by_options', '100 ms', '1 hour'),
   test.change('queue._runs_nothing', '0.005', '3600') \g /dev/null
@@ -275,6 +275,17 @@ select is(pg_temp.turn(1, '{capped}', :a), '4', 'a rate of the queue allows one 
 select is(pg_temp.turn(1, '{capped}', :a + 1), null, 'and not another');
 select pg_temp.turn(1, '{none}', :a + 2, :a + 3) \g /dev/null
 select queue.cancel(j.id) from queue.jobs j where j.queue = 'capped' and j.state in ('ready', 'blocked') \g /dev/null
+
+-- What is ready with a higher priority comes first.
+select pg_temp.ready('urgent', 5) as a \gset
+select pg_temp.turn(3, '{urgent}') \g /dev/null
+select pg_temp.ready('urgent', 1, 'F', 3, 5) \g /dev/null
+select queue.tick() \g /dev/null
+select set_config('test.a', :'a', false) \g /dev/null
+select is(pg_temp.turn(1, '{urgent}', :a), '6', 'a ready job with a higher priority comes first');
+select pg_temp.turn(3, '{none}', :a + 1, :a + 2, :a + 5) \g /dev/null
+select is(pg_temp.turn(3, '{urgent}'), '4, 5', 'then the others');
+select pg_temp.turn(1, '{none}', :a + 3, :a + 4) \g /dev/null
 
 -- What fills up: a job of lesser priority with another key. What comes first: an older job with another key.
 select pg_temp.ready('fill', 5) as a \gset
