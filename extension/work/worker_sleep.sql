@@ -20,7 +20,7 @@
 
 -- Locks: the sleep lock or the sleepers' lock by try, kept until after_sleep or the session's end; those of
 -- _join_line. A frozen lead sleeper makes producers notify, which all other listeners hear.
--- Two sessions: work/worker_sleep.lead_sleeper.spec, work/line.races.spec.
+-- Two sessions: work/worker_sleep.lead_sleeper.spec, work/worker_sleep.in_flight.spec, work/line.races.spec.
 -- Raises: 22023, QJ007.
 create or replace function queue.before_sleep(worker bigint, queues text[] default null,
   options jsonb default null)

@@ -40,7 +40,7 @@ from pgdefer.worker.heartbeat import Heartbeat, clock
 from pgdefer.worker.listener import Sleep, SleepListener
 from pgdefer.worker.registration import Refused, Registration, raise_fatal
 from pgdefer.worker.slots import Slots
-from pgdefer.worker.state import WorkerState
+from pgdefer.worker.state import GRACE, WorkerState
 from pgdefer.worker.turnstile import Turn
 
 __all__ = ["Fetcher"]
@@ -169,7 +169,7 @@ class Fetcher:
 
     async def _begin(self) -> None:
         """Connect, and register if the worker is new."""
-        await self._connection.open()
+        await self._connect()
         is_new = self._state.id is None
         if is_new:
             await self._registration.register()
@@ -184,6 +184,26 @@ class Fetcher:
             # From now on the worker hears its messages while it is busy, too.
             await self._before_sleep()
             await self._listener.after_sleep(self._state.registered())
+
+    async def _connect(self) -> None:
+        """Connect. A worker that stops with nothing to report waits only a moment for an answer."""
+        opening = asyncio.ensure_future(self._connection.open())
+        stopped = asyncio.ensure_future(self._has_stopped())
+        try:
+            await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not opening.done():
+                raise ConnectionLost("the server does not answer, and the worker stops")
+            await opening
+        finally:
+            opening.cancel()
+            stopped.cancel()
+
+    async def _has_stopped(self) -> None:
+        """Return a moment after the worker has begun to stop, once nothing is left to report."""
+        await self._state.stopping.wait()
+        await asyncio.sleep(GRACE)
+        while self._has_work:  # noqa: ASYNC110 (a job may run for hours)
+            await asyncio.sleep(GRACE)
 
     def on_worker_gone(self, worker: int | None) -> None:
         """Abort all jobs: other workers may have the claims by now. `run` registers again."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,9 +17,10 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from pgdefer import App, Worker, current_job
-from pgdefer.database import connection, sql
+from pgdefer.database import connection, sql, watchdog
 from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.worker.listener import Sleep, SleepListener
 
@@ -102,6 +104,20 @@ async def test_a_stop_ends_the_wait_for_a_server_that_is_gone(
     async with running(nowhere):
         await until(lambda: "no connection yet: " in caplog.text)
     assert "stopping, running jobs: 0" in caplog.text
+
+
+async def test_a_stop_ends_the_wait_for_a_server_that_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(watchdog, "CALL_TIMEOUT", 60.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        silent.setblocking(False)
+        port = silent.getsockname()[1]
+        app = App(make_conninfo("host=127.0.0.1 connect_timeout=60", port=port))
+        async with running(app):
+            (from_worker, _) = await asyncio.get_running_loop().sock_accept(silent)
+    from_worker.close()
+    assert "the server does not answer, and the worker stops" in caplog.text
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
