@@ -30,7 +30,10 @@ class Player(DatabaseSlots):
             self.started()
 
 
-async def test_a_free_slot_goes_to_the_one_that_has_waited_longest() -> None:
+async def test_a_free_slot_goes_to_the_one_that_has_waited_longest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pgdefer.worker.shared_slots.clock", lambda: 0.0)
     shared = SharedSlots(2, 2, prefetch=0, keep=1)
     large, first, second = (Player(shared) for _ in range(3))
     assert large.wanted == 2
