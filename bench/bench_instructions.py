@@ -323,12 +323,15 @@ def costs(*, valgrind: bool, only: str = "", kept: Path | None = None) -> list[C
 
 def differences(found: Iterable[Cost], kept: Mapping[str, Mapping[str, float]]) -> list[str]:
     """Return which figures are not those kept, as lines."""
-    return [
-        f"{cost.name}: {value:,.1f} {unit}, before {before:,.1f}"
-        for cost in found
-        for unit, value in cost.figures().items()
-        if abs(value - (before := kept.get(cost.name, {}).get(unit, -1))) > TOLERANCE * abs(before)
-    ]
+    lines = []
+    for cost in found:
+        for unit, value in cost.figures().items():
+            before = kept.get(cost.name, {}).get(unit)
+            if before is None:
+                lines.append(f"{cost.name}: {value:,.1f} {unit}, none kept")
+            elif abs(value - before) > TOLERANCE * before:
+                lines.append(f"{cost.name}: {value:,.1f} {unit}, before {before:,.1f}")
+    return lines
 
 
 def main() -> None:

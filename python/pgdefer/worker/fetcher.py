@@ -186,24 +186,21 @@ class Fetcher:
             await self._listener.after_sleep(self._state.registered())
 
     async def _connect(self) -> None:
-        """Connect. A worker that stops with nothing to report waits only a moment for an answer."""
-        opening = asyncio.ensure_future(self._connection.open())
-        stopped = asyncio.ensure_future(self._has_stopped())
+        """Connect. A stop ends this after a moment, unless the worker has yet to deregister."""
+        limit = asyncio.timeout(None)
+        stopped = asyncio.ensure_future(self._limit_after_stop(limit))
         try:
-            await asyncio.wait({opening, stopped}, return_when=asyncio.FIRST_COMPLETED)
-            if not opening.done():
-                raise ConnectionLost("the server does not answer, and the worker stops")
-            await opening
+            async with limit:
+                await self._connection.open()
+        except TimeoutError:
+            raise ConnectionLost("the server does not answer, and the worker stops") from None
         finally:
-            opening.cancel()
             stopped.cancel()
 
-    async def _has_stopped(self) -> None:
-        """Return a moment after the worker has begun to stop, once nothing is left to report."""
+    async def _limit_after_stop(self, limit: asyncio.Timeout) -> None:
         await self._state.stopping.wait()
-        await asyncio.sleep(GRACE)
-        while self._has_work:  # noqa: ASYNC110 (a job may run for hours)
-            await asyncio.sleep(GRACE)
+        if self._state.id is None:
+            limit.reschedule(asyncio.get_running_loop().time() + GRACE)
 
     def on_worker_gone(self, worker: int | None) -> None:
         """Abort all jobs: other workers may have the claims by now. `run` registers again."""
