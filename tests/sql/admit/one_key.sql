@@ -1,7 +1,7 @@
 -- Batches whose jobs have one and the same key: their slots are passed on in few statements, as the general
 -- way would. Where a batch is not of this kind, the general way decides.
 
-select plan(117);
+select plan(120);
 
 select test.change('queue._claim_loop', '100 ms', '1 hour'), test.change('queue._claim_by_options', '100 ms', '1 hour'),
   test.change('queue._runs_nothing', '0.005', '3600') \g /dev/null
@@ -314,6 +314,16 @@ select is(pg_temp.turn(2, '{elsewhere,late turn}'), '0, 1', 'the holder of a loc
 select pg_temp.turn(1, '{none}', :first) \g /dev/null
 select is(pg_temp.counts('H'), '3 1 2 5', 'two others are ready when the turn is passed on');
 select is(pg_temp.turn(1, '{late turn}', :a), '2', 'a turn that came late');
+
+-- So does one that gets a nearer deadline while it waits.
+select pg_temp.ready('nearer', 6, 'near') as a \gset
+select pg_temp.turn(1, '{nearer}') \g /dev/null
+select is(pg_temp.counts('near'), '3 1 2 3', 'two are ready');
+select queue.set_deadline(array[:a + 4]::bigint[], '2990-01-01Z') \g /dev/null
+select is(pg_temp.turn(1, '{nearer}', :a), '5', 'the deadline is before the ready ones');
+select is(pg_temp.turn(3, '{nearer}', :a + 4), '2, 3, 4', 'which follow');
+select pg_temp.turn(3, '{nearer}', :a + 1, :a + 2, :a + 3) \g /dev/null
+select pg_temp.turn(1, '{none}', :a + 5) \g /dev/null
 
 -- A job that is discarded if there is no slot finds the one that is freed in the same call.
 select pg_temp.ready('discard', 1, 'I', 1) as a \gset
