@@ -107,7 +107,7 @@ PREPARE = [
 ]
 # What stands before and after the turns that count: the position in the WAL, and a dump of callgrind's.
 MARK = "select pg_current_wal_insert_lsn() as mark"
-# Marks are lowered and raised by chance. It is the same in each run, whatever the cases before have done.
+# Marks are lowered and raised by chance: by the same one in each run, whatever the cases before have done.
 SEED = "select setseed(0.5)"
 
 

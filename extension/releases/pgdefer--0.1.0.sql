@@ -16027,13 +16027,14 @@ begin
     exists (select from queue.job j where j.xid >= k.next_xid) as has_jobs,
     exists (select from queue.pending_settlement h where h.xid >= k.next_xid) as has_settlements
   into v_cursor from queue.cursor_now k;
-  if v_cursor.in_flight <> '{}' and not v_cursor.has_jobs then
-    v_cursor.has_jobs := exists (select from queue.job j
-      where j.xid = any (array(select x from unnest(v_cursor.in_flight) x
-        where pg_visible_in_snapshot(x, pg_current_snapshot()))));
-  end if;
   if v_cursor.is_due or v_cursor.has_jobs then
     return v_now;
+  elsif v_cursor.in_flight <> '{}' then
+    if exists (select from queue.job j
+        where j.xid = any (array(select x from unnest(v_cursor.in_flight) x
+          where pg_visible_in_snapshot(x, pg_current_snapshot())))) then
+      return v_now;
+    end if;
   end if;
   if v_cursor.has_settlements or v_cursor.in_flight <> '{}' then
     v_due := queue._next_settling(v_now);
@@ -18709,7 +18710,8 @@ comment on function queue.after_sleep(bigint) is
     ' lock, so that producers need not notify, and wakes another sleeper instead.';
 
 -- Makes a session in this state the lead sleeper or a listener, or lets it poll. Returns its new state.
--- Locks: the sleep lock or the sleepers' lock by try.
+-- Locks: the sleep lock or the sleepers' lock by try, kept by the lead sleeper or a listener.
+-- Why no wake-up is lost: it polls while it has neither lock; see also _joins_lead_sleeper.
 create or replace function queue._become_sleeper(p_state text)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
 begin

@@ -172,13 +172,14 @@ begin
     exists (select from queue.job j where j.xid >= k.next_xid) as has_jobs,
     exists (select from queue.pending_settlement h where h.xid >= k.next_xid) as has_settlements
   into v_cursor from queue.cursor_now k;
-  if v_cursor.in_flight <> '{}' and not v_cursor.has_jobs then
-    v_cursor.has_jobs := exists (select from queue.job j
-      where j.xid = any (array(select x from unnest(v_cursor.in_flight) x
-        where pg_visible_in_snapshot(x, pg_current_snapshot()))));
-  end if;
   if v_cursor.is_due or v_cursor.has_jobs then
     return v_now;
+  elsif v_cursor.in_flight <> '{}' then
+    if exists (select from queue.job j
+        where j.xid = any (array(select x from unnest(v_cursor.in_flight) x
+          where pg_visible_in_snapshot(x, pg_current_snapshot())))) then
+      return v_now;
+    end if;
   end if;
   if v_cursor.has_settlements or v_cursor.in_flight <> '{}' then
     v_due := queue._next_settling(v_now);

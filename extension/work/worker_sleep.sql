@@ -129,7 +129,8 @@ comment on function queue.after_sleep(bigint) is
     ' lock, so that producers need not notify, and wakes another sleeper instead.';
 
 -- Makes a session in this state the lead sleeper or a listener, or lets it poll. Returns its new state.
--- Locks: the sleep lock or the sleepers' lock by try.
+-- Locks: the sleep lock or the sleepers' lock by try, kept by the lead sleeper or a listener.
+-- Why no wake-up is lost: it polls while it has neither lock; see also _joins_lead_sleeper.
 create or replace function queue._become_sleeper(p_state text)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
 begin

@@ -315,12 +315,12 @@ select pg_temp.turn(1, '{none}', :first) \g /dev/null
 select is(pg_temp.counts('H'), '3 1 2 5', 'two others are ready when the turn is passed on');
 select is(pg_temp.turn(1, '{late turn}', :a), '2', 'a turn that came late');
 
--- So does one that gets a nearer deadline while it waits.
+-- So is one that gets a nearer deadline while it waits.
 select pg_temp.ready('nearer', 6, 'near') as a \gset
 select pg_temp.turn(1, '{nearer}') \g /dev/null
 select is(pg_temp.counts('near'), '3 1 2 3', 'two are ready');
 select queue.set_deadline(array[:a + 4]::bigint[], '2990-01-01Z') \g /dev/null
-select is(pg_temp.turn(1, '{nearer}', :a), '5', 'the deadline is before the ready ones');
+select is(pg_temp.turn(1, '{nearer}', :a), '5', 'it comes before the ready ones');
 select is(pg_temp.turn(3, '{nearer}', :a + 4), '2, 3, 4', 'which follow');
 select pg_temp.turn(3, '{nearer}', :a + 1, :a + 2, :a + 3) \g /dev/null
 select pg_temp.turn(1, '{none}', :a + 5) \g /dev/null
