@@ -10,15 +10,13 @@ import contextvars
 import ctypes
 import dataclasses
 import importlib
-import logging
-import logging.handlers
 import multiprocessing
 import os
 import queue
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -28,6 +26,7 @@ from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.task import Task, find_task
 from pgdefer.worker import ending, handler, memory
 from pgdefer.worker.outcomes import Settled
+from pgdefer.worker.process_log import Forwarder, Outbox
 from pgdefer.worker.unix_signals import not_ignored
 
 __all__ = ["AbortRequest", "Prepare", "Prepared", "Recall", "Result", "Started", "main"]
@@ -69,41 +68,21 @@ class Started:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A job's outcome, whether the process can take another job, and its log records.
+    """A job's outcome, and whether the process can take another job.
 
     None in place of the outcome: the handler has not begun.
     """
 
     outcome: str | Settled | None
     may_go_on: bool
-    logged: Sequence[logging.LogRecord] = ()
-
-
-class _LogBuffer(logging.handlers.QueueHandler):
-    """Collects this package's log records for the worker, which writes them."""
-
-    def __init__(self) -> None:
-        super().__init__(cast("Any", None))
-        self._records: list[logging.LogRecord] = []
-        ours = logging.getLogger("pgdefer")
-        ours.addHandler(self)
-        ours.setLevel(logging.DEBUG)
-        ours.propagate = False
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        self._records.append(record)
-
-    def take(self) -> list[logging.LogRecord]:
-        """Return the records since the last call."""
-        taken, self._records = self._records, []
-        return taken
 
 
 class _Inbox:
     """Receives jobs from the worker, and requests to the running job."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, outbox: Outbox) -> None:
         self._connection = connection
+        self._outbox = outbox
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._job: JobContext | None = None
         self._request: AbortRequest | None = None
@@ -132,7 +111,7 @@ class _Inbox:
         """Yield the jobs, and the requests to prepare for some."""
         for received in iter(self._jobs.get, None):
             if not isinstance(received, Prepare):
-                self._connection.send(Started())
+                self._outbox.send(Started())
             yield received
 
     def begin(self, job: JobContext) -> None:
@@ -142,7 +121,7 @@ class _Inbox:
     def end(self, answer: Result | Prepared) -> None:
         self._job = None
         self._is_idle = True
-        self._connection.send(answer)
+        self._outbox.send(answer)
 
     def _pass_on(self) -> None:
         # A request may come before its job has begun, and after it has ended.
@@ -153,15 +132,16 @@ class _Inbox:
             job._is_recalled = True
 
 
-def main(connection: Connection, dsn: str) -> None:
+def main(connection: Connection, dsn: str, log_level: int) -> None:
     """Run jobs until the worker closes the connection."""
     for number in not_ignored():
         # These signals are for the worker, which says when to stop. (If the process ignored them,
         # programs that a handler starts would inherit that.)
         signal.signal(number, lambda *_: None)
     _die_with_parent()
-    log_buffer = _LogBuffer()
-    inbox = _Inbox(connection)
+    outbox = Outbox(connection)
+    Forwarder(outbox).install(log_level)
+    inbox = _Inbox(connection, outbox)
     threading.Thread(target=inbox.read, name="pgdefer-inbox", daemon=True).start()
     tasks: dict[tuple[str, str, int], tuple[Task[..., Any], SyncPool]] = {}
     failed: dict[str, Exception] = {}
@@ -184,14 +164,14 @@ def main(connection: Connection, dsn: str) -> None:
         except Exception as error:
             nobody = JobContext(cast("Client", None), row)
             outcome: str | Settled | None = ending.outcome_of(nobody, None, error)
-            inbox.end(Result(outcome, may_go_on=False, logged=log_buffer.take()))
+            inbox.end(Result(outcome, may_go_on=False))
             continue
         task, pool = tasks[wanted]
         job = JobContext(task.client, row)
         inbox.begin(job)
         outcome = contextvars.copy_context().run(handler.run, job, task, pool, None)
         is_fit = not memory.cap.was_hit
-        inbox.end(Result(outcome, may_go_on=is_fit, logged=log_buffer.take()))
+        inbox.end(Result(outcome, may_go_on=is_fit))
 
 
 def _die_with_parent() -> None:

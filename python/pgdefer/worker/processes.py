@@ -8,7 +8,7 @@ import multiprocessing
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from pgdefer._text import logger
@@ -16,7 +16,7 @@ from pgdefer.database.source import Source
 from pgdefer.errors import PgDeferError
 from pgdefer.tasks.context import JobAborted, JobContext
 from pgdefer.tasks.task import Task
-from pgdefer.worker import outcomes, process_main
+from pgdefer.worker import outcomes, process_log, process_main
 from pgdefer.worker.ending import outcome_of
 from pgdefer.worker.outcomes import Settled
 from pgdefer.worker.state import JOB_PROCESS
@@ -89,7 +89,6 @@ class Processes:
         result = process.receive(job)
         self._put_back(job, process, is_good=result is not None and result.may_go_on)
         if result is not None:
-            _write(result.logged)
             return result.outcome
         return _ended(job, task) or _crashed(job, process)
 
@@ -174,14 +173,6 @@ class ProcessDied(PgDeferError):  # noqa: N818
     """A job's process ended before the job did."""
 
 
-def _write(records: Iterable[logging.LogRecord]) -> None:
-    """Log the records of a process."""
-    for record in records:
-        logger = logging.getLogger(record.name)
-        if logger.isEnabledFor(record.levelno):
-            logger.handle(record)
-
-
 def _must_end(job: JobContext, is_too_late: Callable[[], bool]) -> bool:
     """Whether a job that has not begun must not begin any more."""
     return job._abort_reason is not None or is_too_late()
@@ -206,11 +197,12 @@ class ChildProcess:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=process_main.main, args=(theirs, dsn), name=JOB_PROCESS
+            target=process_main.main, args=(theirs, dsn, logging.root.level), name=JOB_PROCESS
         )
         self._process.start()
         theirs.close()
         self._lock = threading.Lock()
+        self._received: object = None
         self.jobs = 0
         self.is_killed = False
         #: Whether it has received the job that it is to run.
@@ -282,30 +274,35 @@ class ChildProcess:
     def receive(self, job: JobContext) -> process_main.Result | None:
         """Return the job's result; None if the process ended without one."""
         self.jobs += 1
-        while not (job._is_recalled or self._poll(1.0)):
-            pass
-        if job._is_recalled:
-            self.tell(process_main.Recall(job.claim))
+        is_told = False
+        while not self._poll(1.0):
+            if job._is_recalled and not is_told:
+                self.tell(process_main.Recall(job.claim))
+                is_told = True
         result = self._next()
         self.has_job = False
         return result if isinstance(result, process_main.Result) else None
 
     def _poll(self, seconds: float) -> bool:
-        """Wait for a message, or for the end of the process; return whether one has come."""
+        """Wait for a message, or for the end of the process; return whether one has come.
+
+        A log record is no message: it is written.
+        """
         with contextlib.suppress(OSError, EOFError):
-            return self._connection.poll(seconds) or not self.is_alive
+            # A program that a handler has started may keep the connection open after the process.
+            if not self._connection.poll(seconds):
+                if self.is_alive:
+                    return False
+                if not self._connection.poll():
+                    return True
+            self._received = process_log.receive(self._connection)
+            return self._received is not None
         return True
 
     def _next(self) -> object:
-        """Return the next message; None if the process has ended."""
-        with contextlib.suppress(OSError, EOFError):
-            # A program that a handler has started may keep the connection open after the process.
-            while not self._connection.poll(1.0):
-                if not self.is_alive and not self._connection.poll():
-                    return None
-            received: object = self._connection.recv()
-            return received
-        return None
+        """Return the message that has come; None if the process has ended."""
+        received, self._received = self._received, None
+        return received
 
     def kill(self) -> None:
         """Kill it."""

@@ -8,7 +8,6 @@ import fcntl
 import importlib
 import json
 import multiprocessing
-import operator
 import os
 import signal
 import subprocess
@@ -24,7 +23,7 @@ import pytest
 
 from pgdefer import App, DecodeError, JobContext, Worker
 from pgdefer.database.source import Source
-from pgdefer.worker import memory, process_main
+from pgdefer.worker import memory, process_log, process_main
 from pgdefer.worker.memory import resident
 from pgdefer.worker.processes import ChildProcess, Processes
 
@@ -359,7 +358,7 @@ async def test_processes_that_cannot_live(
 ) -> None:
     async with running(app) as worker:
         with monkeypatch.context() as patch:
-            patch.setattr("pgdefer.worker.process_main.main", operator.eq)  # which ends at once
+            patch.setattr("pgdefer.worker.process_main.main", "".format)  # which ends at once
             await tasks.echo.configure(retry={"on_crash": "fail"}).defer_async(1)
             (row,) = await jobs.end()
         assert (row["state"], row["reason"]) == ("failed", "crashed")
@@ -582,7 +581,7 @@ def test_a_worker_that_is_killed_leaves_no_orphan(
 
 def test_what_is_said_to_a_job_is_not_heard_by_the_next() -> None:
     ours, theirs = multiprocessing.Pipe()
-    line = process_main._Inbox(theirs)
+    line = process_main._Inbox(theirs, process_log.Outbox(theirs))
     reader = threading.Thread(target=line.read)
     reader.start()
     first, second = (JobContext(None, (id, id, "t", b"", "q", 0, *[None] * 8)) for id in (1, 2))  # type: ignore[arg-type]

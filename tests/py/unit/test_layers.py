@@ -50,7 +50,7 @@ LAYERS = [
     worker.probes worker.prefetch
     worker.options worker.slots worker.threads worker.memory worker.supervisor worker.state
     worker.unix_signals worker.databases worker.turnstile worker.shielded worker.forked
-    worker.outcomes worker.listener
+    worker.outcomes worker.listener worker.process_log
     worker.ending worker.claim
     worker.transaction worker.heartbeat
     worker.announcer worker.shared_slots
