@@ -107,8 +107,11 @@ returns table (slots integer, rate_limit integer, rate_per interval)
 language plpgsql stable parallel safe security invoker rows 1 as $$
 begin
   return query
-    select c.slots, c.rate_limit, c.rate_per from queue.key_config c
-    where c.pattern = p_key
-      or right(c.pattern, 1) = '*' and starts_with(p_key, left(c.pattern, -1))
-    order by c.pattern = p_key desc, length(c.pattern) desc limit 1;
+    select c.slots, c.rate_limit, c.rate_per from queue.key_config c where c.pattern = p_key;
+  if not found then
+    return query
+      select c.slots, c.rate_limit, c.rate_per from queue.key_config c
+      where c.pattern = any (queue._patterns_of(p_key))
+      order by length(c.pattern) desc limit 1;
+  end if;
 end $$;

@@ -119,34 +119,37 @@ end $$;
 -- they would get if they began to wait, for each of the pairs. A job with several keys comes when it has its
 -- turn at each. p_ns, p_pairs: which job has which (key, lane). In a lane without tags all jobs are one
 -- share.
--- Arrays stand in place of joins, because the planner may join only by nested loops here.
+-- Arrays stand in place of joins, because the planner may join only by nested loops here. They are variables:
+-- to find an element in a column of arrays, all before it are read.
 create or replace function queue._turns(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
   p_ns integer[], p_pairs integer[])
 returns integer[] language plpgsql stable parallel safe security invoker as $$
+declare
+  v_shares text[];
+  v_steps double precision[];
 begin
+  with jobs as (
+    select u.n, case when l.tag_base is not null then coalesce(j.share, '') else '' end as share
+    from unnest(p_ids, p_lanes) with ordinality u (id, lane, n)
+    cross join lateral (select l.tag_base from queue.lane l where l.lane = u.lane offset 0) l
+    cross join lateral (
+      select j.options ->> 'share' as share from queue.job_now j where j.id = u.id offset 0) j),
+  steps as (
+    select j.n, j.share, case when row_number() over (partition by j.share) = 1
+      then queue._tag_step(j.share) end as step
+    from jobs j)
+  select array_agg(s.share order by s.n), array_agg(s.step order by s.n) into v_shares, v_steps
+  from (select s.n, s.share, max(s.step) over (partition by s.share) as step from steps s) s;
   return array(
-    with jobs as (
-      select u.n, case when l.tag_base is not null then coalesce(j.share, '') else '' end as share
-      from unnest(p_ids, p_lanes) with ordinality u (id, lane, n)
-      cross join lateral (select l.tag_base from queue.lane l where l.lane = u.lane offset 0) l
-      cross join lateral (
-        select j.options ->> 'share' as share from queue.job_now j where j.id = u.id offset 0) j),
-    steps as (
-      select j.n, j.share, case when row_number() over (partition by j.share) = 1
-        then queue._tag_step(j.share) end as step
-      from jobs j),
-    packed as materialized (
-      select array_agg(s.share order by s.n) as shares, array_agg(s.step order by s.n) as steps
-      from (select s.n, s.share, max(s.step) over (partition by s.share) as step from steps s) s),
-    pairs as (
+    with pairs as (
       select k.n, k.pair from unnest(p_ns, p_pairs) k (n, pair)
       union all
       select n, null from (select generate_subscripts(p_ids, 1) except select unnest(p_ns)) k (n))
     select x.n
     from (
-      select k.n, p_ids[k.n] as id, p.steps[k.n] * (row_number() over (
-        partition by k.pair, p.shares[k.n] order by p_deadlines[k.n], p_ids[k.n]) - 1) as turn
-      from pairs k cross join packed p) x
+      select k.n, p_ids[k.n] as id, v_steps[k.n] * (row_number() over (
+        partition by k.pair, v_shares[k.n] order by p_deadlines[k.n], p_ids[k.n]) - 1) as turn
+      from pairs k) x
     group by x.n, x.id
     order by max(x.turn), x.id);
 end $$;
@@ -206,7 +209,9 @@ begin
   select c.weight into v_weight from queue.share_config c where c.pattern = p_share;
   if v_weight is null then
     select c.weight into v_weight from queue.share_config c
-    where right(c.pattern, 1) = '*' and starts_with(p_share, left(c.pattern, -1)) and p_share <> ''
+    where c.pattern = any (queue._patterns_of(p_share)) and p_share <> ''
+      and (select p.pattern from queue.share_config p where right(p.pattern, 1) = '*'
+        order by p.pattern limit 1) is not null
     order by length(c.pattern) desc limit 1;
   end if;
   return round(100000 / coalesce(v_weight, 1));

@@ -197,6 +197,7 @@ end $$;
 
 -- Moves jobs that wait behind the gate of paused tasks, for a slot or for their turn, back before that gate.
 -- Reads whole tables.
+-- Two statements write queue.waiting and read it, so that the first does not read again what it has written.
 -- Locks: the caller holds the admission lock.
 -- Why no job is missed: jobs behind the gate can proceed only under the admission lock. A job whose claim has
 -- ended and is not settled yet (pending settlement) reaches the gate itself (_pass_gates).
@@ -210,6 +211,7 @@ set plan_cache_mode = force_custom_plan set enable_seqscan = on set enable_hashj
 declare
   v_slots record;
   v_reserved record;
+  v_recalled bigint[];
 begin
   select array_agg(w.id) as ids, array_agg(w.key) filter (where w.lane is not null) as keys,
     array_agg(w.lane) filter (where w.lane is not null) as lanes,
@@ -241,7 +243,8 @@ begin
       and not exists (select from queue.unsettled h
         where h.job_id = m.id and h.kind in ('ended', 'again'))
     returning m.id)
-  insert into queue.waiting (id, reason, at) select r.id, 'task_paused', p_until from recalled r;
+  select array_agg(r.id) into v_recalled from recalled r;
+  insert into queue.waiting (id, reason, at) select u.id, 'task_paused', p_until from unnest(v_recalled) u (id);
   if v_slots.keys is not null then
     perform queue._advance(p_keys => v_slots.keys || v_reserved.keys);
   end if;

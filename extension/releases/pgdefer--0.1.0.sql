@@ -2253,6 +2253,14 @@ begin
   return p_queue = p_pattern or right(p_pattern, 1) = '*' and starts_with(p_queue, left(p_pattern, -1));
 end $$;
 
+-- The patterns prefix* and * that select a name. To look each of them up in an index is faster than to compare
+-- the name with thousands of patterns.
+create or replace function queue._patterns_of(p_name text)
+returns text[] language plpgsql immutable parallel safe security invoker as $$
+begin
+  return array(select left(p_name, n) || '*' from generate_series(0, length(p_name)) n);
+end $$;
+
 -- Raises: 22023 unless it is a list of names and patterns, or NULL. If * is among them, nothing else is
 -- checked.
 create or replace function queue._check_asked(p_queues text[])
@@ -7120,34 +7128,37 @@ end $$;
 -- they would get if they began to wait, for each of the pairs. A job with several keys comes when it has its
 -- turn at each. p_ns, p_pairs: which job has which (key, lane). In a lane without tags all jobs are one
 -- share.
--- Arrays stand in place of joins, because the planner may join only by nested loops here.
+-- Arrays stand in place of joins, because the planner may join only by nested loops here. They are variables:
+-- to find an element in a column of arrays, all before it are read.
 create or replace function queue._turns(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
   p_ns integer[], p_pairs integer[])
 returns integer[] language plpgsql stable parallel safe security invoker as $$
+declare
+  v_shares text[];
+  v_steps double precision[];
 begin
+  with jobs as (
+    select u.n, case when l.tag_base is not null then coalesce(j.share, '') else '' end as share
+    from unnest(p_ids, p_lanes) with ordinality u (id, lane, n)
+    cross join lateral (select l.tag_base from queue.lane l where l.lane = u.lane offset 0) l
+    cross join lateral (
+      select j.options ->> 'share' as share from queue.job_now j where j.id = u.id offset 0) j),
+  steps as (
+    select j.n, j.share, case when row_number() over (partition by j.share) = 1
+      then queue._tag_step(j.share) end as step
+    from jobs j)
+  select array_agg(s.share order by s.n), array_agg(s.step order by s.n) into v_shares, v_steps
+  from (select s.n, s.share, max(s.step) over (partition by s.share) as step from steps s) s;
   return array(
-    with jobs as (
-      select u.n, case when l.tag_base is not null then coalesce(j.share, '') else '' end as share
-      from unnest(p_ids, p_lanes) with ordinality u (id, lane, n)
-      cross join lateral (select l.tag_base from queue.lane l where l.lane = u.lane offset 0) l
-      cross join lateral (
-        select j.options ->> 'share' as share from queue.job_now j where j.id = u.id offset 0) j),
-    steps as (
-      select j.n, j.share, case when row_number() over (partition by j.share) = 1
-        then queue._tag_step(j.share) end as step
-      from jobs j),
-    packed as materialized (
-      select array_agg(s.share order by s.n) as shares, array_agg(s.step order by s.n) as steps
-      from (select s.n, s.share, max(s.step) over (partition by s.share) as step from steps s) s),
-    pairs as (
+    with pairs as (
       select k.n, k.pair from unnest(p_ns, p_pairs) k (n, pair)
       union all
       select n, null from (select generate_subscripts(p_ids, 1) except select unnest(p_ns)) k (n))
     select x.n
     from (
-      select k.n, p_ids[k.n] as id, p.steps[k.n] * (row_number() over (
-        partition by k.pair, p.shares[k.n] order by p_deadlines[k.n], p_ids[k.n]) - 1) as turn
-      from pairs k cross join packed p) x
+      select k.n, p_ids[k.n] as id, v_steps[k.n] * (row_number() over (
+        partition by k.pair, v_shares[k.n] order by p_deadlines[k.n], p_ids[k.n]) - 1) as turn
+      from pairs k) x
     group by x.n, x.id
     order by max(x.turn), x.id);
 end $$;
@@ -7207,7 +7218,9 @@ begin
   select c.weight into v_weight from queue.share_config c where c.pattern = p_share;
   if v_weight is null then
     select c.weight into v_weight from queue.share_config c
-    where right(c.pattern, 1) = '*' and starts_with(p_share, left(c.pattern, -1)) and p_share <> ''
+    where c.pattern = any (queue._patterns_of(p_share)) and p_share <> ''
+      and (select p.pattern from queue.share_config p where right(p.pattern, 1) = '*'
+        order by p.pattern limit 1) is not null
     order by length(c.pattern) desc limit 1;
   end if;
   return round(100000 / coalesce(v_weight, 1));
@@ -7664,10 +7677,13 @@ returns table (slots integer, rate_limit integer, rate_per interval)
 language plpgsql stable parallel safe security invoker rows 1 as $$
 begin
   return query
-    select c.slots, c.rate_limit, c.rate_per from queue.key_config c
-    where c.pattern = p_key
-      or right(c.pattern, 1) = '*' and starts_with(p_key, left(c.pattern, -1))
-    order by c.pattern = p_key desc, length(c.pattern) desc limit 1;
+    select c.slots, c.rate_limit, c.rate_per from queue.key_config c where c.pattern = p_key;
+  if not found then
+    return query
+      select c.slots, c.rate_limit, c.rate_per from queue.key_config c
+      where c.pattern = any (queue._patterns_of(p_key))
+      order by length(c.pattern) desc limit 1;
+  end if;
 end $$;
 
 -- admit/slots.sql
@@ -20629,6 +20645,7 @@ end $$;
 
 -- Moves jobs that wait behind the gate of paused tasks, for a slot or for their turn, back before that gate.
 -- Reads whole tables.
+-- Two statements write queue.waiting and read it, so that the first does not read again what it has written.
 -- Locks: the caller holds the admission lock.
 -- Why no job is missed: jobs behind the gate can proceed only under the admission lock. A job whose claim has
 -- ended and is not settled yet (pending settlement) reaches the gate itself (_pass_gates).
@@ -20642,6 +20659,7 @@ set plan_cache_mode = force_custom_plan set enable_seqscan = on set enable_hashj
 declare
   v_slots record;
   v_reserved record;
+  v_recalled bigint[];
 begin
   select array_agg(w.id) as ids, array_agg(w.key) filter (where w.lane is not null) as keys,
     array_agg(w.lane) filter (where w.lane is not null) as lanes,
@@ -20673,7 +20691,8 @@ begin
       and not exists (select from queue.unsettled h
         where h.job_id = m.id and h.kind in ('ended', 'again'))
     returning m.id)
-  insert into queue.waiting (id, reason, at) select r.id, 'task_paused', p_until from recalled r;
+  select array_agg(r.id) into v_recalled from recalled r;
+  insert into queue.waiting (id, reason, at) select u.id, 'task_paused', p_until from unnest(v_recalled) u (id);
   if v_slots.keys is not null then
     perform queue._advance(p_keys => v_slots.keys || v_reserved.keys);
   end if;

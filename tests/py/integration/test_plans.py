@@ -355,3 +355,23 @@ def test_removal_in_pace_reads_few_of_a_backlog(conn: Connection, session: Sessi
         parts += [count for (count,) in session("select count(*) from queue.backlog_part")]
     assert {0, 1, 2} <= set(parts)
     assert session.offences == []
+
+
+def test_a_key_is_compared_with_few_of_the_patterns(session: Session, conn: Connection) -> None:
+    numbers = f"from generate_series(1, {BACKLOG}) n"
+    for configured in (
+        """configure_key('exact ' || n, '{"limit": 3}')""",
+        """configure_key('prefix ' || n || '*', '{"limit": 3}')""",
+        """configure_share('prefix ' || n || '*', '{"weight": 3}')""",
+    ):
+        session(f"select queue.{configured} {numbers}")
+    conn.execute("vacuum analyze")
+    keys = ("exact 7", "prefix 7 and more", "none")
+    for key in keys:
+        arguments = "'t', concurrency_key => %s, concurrency_limit => 1"
+        options = "options => jsonb_build_object('share', %s::text)"
+        session(f"select queue.defer({arguments}, {options})", key, key)
+    session.watched("admit", "select * from queue.tick()")
+    found = session('select key, "limit" from queue.semaphores where key = any(%s)', list(keys))
+    assert dict(found) == {"exact 7": 3, "prefix 7 and more": 3, "none": 1}
+    assert [each for each in session.offences if "config" in each[2]] == []
