@@ -194,7 +194,7 @@ class DecodeError(PgDeferError, ValueError):
 
 
 class TransactionLost(PgDeferError):
-    """The connection was lost in a handler's transaction, which may or may not have committed."""
+    """The connection was lost in a handler's transaction or step, which may have committed."""
 
 
 class UnknownTask(PgDeferError, LookupError):

@@ -52,7 +52,7 @@ class DurableCalls(StepCalls):
                 return
             parameters = {**self._keyed(key), **when}
             with self._ending():
-                ((outcome,),) = self.client.call(sql.SLEEP, parameters)
+                ((outcome,),) = self._call(sql.SLEEP, parameters)
                 self.steps.suspended(outcome, "scheduled")
                 raise JobSuspended
 
@@ -83,7 +83,7 @@ class DurableCalls(StepCalls):
                 "timeout": length,
             }
             with self._ending():
-                ((outcome,),) = self.client.call(sql.WAIT, parameters)
+                ((outcome,),) = self._call(sql.WAIT, parameters)
                 self.steps.suspended(outcome, "waiting")
                 raise JobSuspended
 
@@ -158,7 +158,7 @@ class DurableCalls(StepCalls):
             if key is not None and ids:
                 parameters = {**self._keyed(key), "jobs": ids}
                 with self._ending():
-                    ((outcome,),) = self.client.call(sql.AWAIT_JOBS, parameters)
+                    ((outcome,),) = self._call(sql.AWAIT_JOBS, parameters)
                     self.steps.suspended(outcome, "waiting")
                     raise JobSuspended
 
@@ -169,21 +169,18 @@ class DurableCalls(StepCalls):
         """
         rows = self.steps.ended_children(ids)
         if rows is None:
-            self.steps.read_children(ids, self.client.call(sql.NEEDS, {"id": self.id}))
+            self.steps.read_children(ids, self._call(sql.NEEDS, {"id": self.id}))
             rows = self.steps.ended_children(ids)
         return rows
 
     def _defer(self, key: str, calls: list[PreparedJob[Any]]) -> list[int]:
         """Defer jobs, and store their ids as a step, in one transaction."""
         ids: list[int] = []
-        with (
-            self.steps.storing() as take,
-            self.client.transaction(callers=False) as connection,
-        ):
+        with self._storing(callers=False) as (take, connection):
             if calls:
                 jobs = jobs_json(calls)
                 tasks = [call.task for call in calls]
-                rows = self.client.call(sql.DEFER_MANY, {"jobs": jobs}, connection, tasks=tasks)
+                rows = self._call(sql.DEFER_MANY, {"jobs": jobs}, connection, tasks=tasks)
                 ids = [row[0] for row in rows]
             self._finish_in(connection, take, key, ids)
         return ids
@@ -195,7 +192,7 @@ class DurableCalls(StepCalls):
         check_stored_name("stream", stream)
         text = self.client.codec.dumps(value)
         parameters = {"id": self.id, "claim": self.claim, "stream": stream, "value": text}
-        ((number,),) = self.client.call(sql.EMIT, parameters)
+        ((number,),) = self._call(sql.EMIT, parameters)
         return int(number)
 
     def progress(self, percent: float | None, message: str | None = None) -> None:
@@ -205,4 +202,4 @@ class DurableCalls(StepCalls):
         """
         rounded = checked_progress(percent, message)
         parameters = {"id": self.id, "claim": self.claim, "percent": rounded, "message": message}
-        self.client.call(sql.SET_PROGRESS, parameters)
+        self._call(sql.SET_PROGRESS, parameters)

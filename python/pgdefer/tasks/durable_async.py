@@ -51,7 +51,7 @@ class AsyncDurableCalls(AsyncStepCalls):
                 return
             parameters = {**self._keyed(key), **when}
             async with self._ending_async():
-                ((outcome,),) = await self.client.call_async(sql.SLEEP, parameters)
+                ((outcome,),) = await self._call_async(sql.SLEEP, parameters)
                 self.steps.suspended(outcome, "scheduled")
                 raise JobSuspended
 
@@ -82,7 +82,7 @@ class AsyncDurableCalls(AsyncStepCalls):
                 "timeout": length,
             }
             async with self._ending_async():
-                ((outcome,),) = await self.client.call_async(sql.WAIT, parameters)
+                ((outcome,),) = await self._call_async(sql.WAIT, parameters)
                 self.steps.suspended(outcome, "waiting")
                 raise JobSuspended
 
@@ -157,7 +157,7 @@ class AsyncDurableCalls(AsyncStepCalls):
             if key is not None and ids:
                 parameters = {**self._keyed(key), "jobs": ids}
                 async with self._ending_async():
-                    ((outcome,),) = await self.client.call_async(sql.AWAIT_JOBS, parameters)
+                    ((outcome,),) = await self._call_async(sql.AWAIT_JOBS, parameters)
                     self.steps.suspended(outcome, "waiting")
                     raise JobSuspended
 
@@ -168,21 +168,18 @@ class AsyncDurableCalls(AsyncStepCalls):
         """
         rows = self.steps.ended_children(ids)
         if rows is None:
-            self.steps.read_children(ids, await self.client.call_async(sql.NEEDS, {"id": self.id}))
+            self.steps.read_children(ids, await self._call_async(sql.NEEDS, {"id": self.id}))
             rows = self.steps.ended_children(ids)
         return rows
 
     async def _defer_async(self, key: str, calls: list[PreparedJob[Any]]) -> list[int]:
         """Defer jobs, and store their ids as a step, in one transaction."""
         ids: list[int] = []
-        async with (
-            self.steps.storing_async() as take,
-            self.client.transaction_async(callers=False) as connection,
-        ):
+        async with self._storing_async(callers=False) as (take, connection):
             if calls:
                 jobs = jobs_json(calls)
                 tasks = [call.task for call in calls]
-                rows = await self.client.call_async(
+                rows = await self._call_async(
                     sql.DEFER_MANY, {"jobs": jobs}, connection, tasks=tasks
                 )
                 ids = [row[0] for row in rows]
@@ -196,7 +193,7 @@ class AsyncDurableCalls(AsyncStepCalls):
         check_stored_name("stream", stream)
         text = self.client.codec.dumps(value)
         parameters = {"id": self.id, "claim": self.claim, "stream": stream, "value": text}
-        ((number,),) = await self.client.call_async(sql.EMIT, parameters)
+        ((number,),) = await self._call_async(sql.EMIT, parameters)
         return int(number)
 
     async def progress_async(self, percent: float | None, message: str | None = None) -> None:
@@ -206,4 +203,4 @@ class AsyncDurableCalls(AsyncStepCalls):
         """
         rounded = checked_progress(percent, message)
         parameters = {"id": self.id, "claim": self.claim, "percent": rounded, "message": message}
-        await self.client.call_async(sql.SET_PROGRESS, parameters)
+        await self._call_async(sql.SET_PROGRESS, parameters)

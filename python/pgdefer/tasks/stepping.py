@@ -10,7 +10,7 @@ import contextlib
 import datetime as dt
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import psycopg
@@ -19,12 +19,13 @@ from pgdefer._text import logger
 from pgdefer.checks import check_flag
 from pgdefer.client.client import Client
 from pgdefer.database import sql
-from pgdefer.database.callers import OWN
+from pgdefer.database.callers import OWN, CallersConnection, Rows
 from pgdefer.database.source import PsycopgConnection
-from pgdefer.errors import InvalidParameter, Naming, StepFailed
+from pgdefer.errors import InvalidParameter, Naming, StepFailed, TransactionLost, is_lost
 from pgdefer.options import RetryPolicy
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.steps import (
+    LOST,
     StepDecorator,
     StepFunction,
     Steps,
@@ -33,6 +34,7 @@ from pgdefer.tasks.steps import (
     check_function,
     check_is_decorator,
     failure_of,
+    losses_translated,
     name_of_step,
     step_json,
 )
@@ -186,14 +188,14 @@ class StepCalls:
         parameters = {**self._keyed(key), **tries.failure(error)}
         with self._ending():
             try:
-                ((state, outcome),) = self.client.call(sql.FAIL_STEP, parameters)
+                ((state, outcome),) = self._call(sql.FAIL_STEP, parameters)
             except InvalidParameter as refused:
                 if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
                     raise
-                with self.client.transaction(callers=False) as connection:
+                with self._storing(callers=False) as (_, connection):
                     encoding = connection.info.parameter_status("server_encoding")
                     parameters = fitted(parameters, encoding)
-                    rows = self.client.call(sql.FAIL_STEP, parameters, connection)
+                    rows = self._call(sql.FAIL_STEP, parameters, connection)
                 ((state, outcome),) = rows
             if state is not None:
                 said = "%r: its step %s failed, the job is %s: %s"
@@ -227,10 +229,7 @@ class StepCalls:
                 yield None
             else:
                 try:
-                    with (
-                        self.steps.storing() as take,
-                        self.client.transaction() as connection,
-                    ):
+                    with self._storing(callers=True) as (take, connection):
                         yield connection
                         self._finish_in(connection, take, key, None)
                 except Exception as error:
@@ -259,7 +258,7 @@ class StepCalls:
             if key in finished:
                 if fingerprint is not None:
                     parameters = {**self._keyed(key), "fingerprint": fingerprint}
-                    self.client.call(sql.BEGIN_STEP, parameters)
+                    self._call(sql.BEGIN_STEP, parameters)
                 failure = failure_of(finished[key])
                 if failure is None:
                     yield None, self.client.codec.decode(finished[key])
@@ -308,7 +307,7 @@ class StepCalls:
         after = None
         while True:
             parameters = {"id": self.id, "claim": self.claim, "after": after}
-            rows = self.client.call(sql.READ_STEPS, parameters)
+            rows = self._call(sql.READ_STEPS, parameters)
             if not rows:
                 break
             found += rows
@@ -331,18 +330,55 @@ class StepCalls:
         """Store a step, after the lazy ones before it; with a connection, in its transaction."""
         if fingerprint is None and not self.steps.kept:
             finishing = self._finishing(key, value)
-            self.client.call(sql.FINISH_STEP, finishing, connection)
+            self._call(sql.FINISH_STEP, finishing, connection)
             return
         steps = take(self._finished(key, value, fingerprint))
         parameters = {"id": self.id, "claim": self.claim, "steps": steps}
-        self.client.call(sql.FINISH_STEPS, parameters, connection)
+        self._call(sql.FINISH_STEPS, parameters, connection)
 
     def _store_kept(self) -> None:
         """Store the lazy steps before the claim ends."""
         if self.steps.kept:
             with self.steps.storing() as take:
                 parameters = {"id": self.id, "claim": self.claim, "steps": take()}
-                self.client.call(sql.FINISH_STEPS, parameters)
+                self._call(sql.FINISH_STEPS, parameters)
+
+    # Calls
+
+    def _call(
+        self,
+        statement: sql.Statement,
+        parameters: Mapping[str, Any],
+        connection: CallersConnection = OWN,
+        *,
+        tasks: Iterable[str] = (),
+    ) -> Rows:
+        """Call the database. Raises TransactionLost if the connection is lost."""
+        if connection is not OWN:
+            return self.client.call(statement, parameters, connection, tasks=tasks)
+        with losses_translated():
+            return self.client.call(statement, parameters, tasks=tasks)
+
+    @contextlib.contextmanager
+    def _storing(self, *, callers: bool) -> Iterator[tuple[TakeSteps, PsycopgConnection]]:
+        """Begin a transaction in which steps are stored; `callers` as for `Client.transaction`.
+
+        Raises TransactionLost if its connection is lost.
+        """
+        is_inside = False
+        try:
+            with (
+                self.steps.storing() as take,
+                self.client.transaction(callers=callers) as connection,
+            ):
+                is_inside = True
+                with losses_translated(lambda _: connection.broken):
+                    yield take, connection
+                is_inside = False
+        except Exception as error:
+            if not is_inside and is_lost(error):
+                raise TransactionLost(LOST) from error
+            raise
 
     # Parameters
 

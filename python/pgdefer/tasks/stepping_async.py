@@ -10,7 +10,7 @@ import contextlib
 import datetime as dt
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import psycopg
@@ -19,12 +19,13 @@ from pgdefer._text import logger
 from pgdefer.checks import check_flag
 from pgdefer.client.client import Client
 from pgdefer.database import sql
-from pgdefer.database.callers import OWN
+from pgdefer.database.callers import OWN, CallersConnection, Rows
 from pgdefer.database.source import AsyncPsycopgConnection
-from pgdefer.errors import InvalidParameter, Naming, StepFailed
+from pgdefer.errors import InvalidParameter, Naming, StepFailed, TransactionLost, is_lost
 from pgdefer.options import RetryPolicy
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.steps import (
+    LOST,
     AsyncStepDecorator,
     AsyncStepFunction,
     AsyncStepValue,
@@ -33,6 +34,7 @@ from pgdefer.tasks.steps import (
     check_function,
     check_is_decorator,
     failure_of,
+    losses_translated,
     name_of_step,
     step_json,
 )
@@ -188,14 +190,14 @@ class AsyncStepCalls:
         parameters = {**self._keyed(key), **tries.failure(error)}
         async with self._ending_async():
             try:
-                ((state, outcome),) = await self.client.call_async(sql.FAIL_STEP, parameters)
+                ((state, outcome),) = await self._call_async(sql.FAIL_STEP, parameters)
             except InvalidParameter as refused:
                 if not isinstance(refused.__cause__, psycopg.errors.UntranslatableCharacter):
                     raise
-                async with self.client.transaction_async(callers=False) as connection:
+                async with self._storing_async(callers=False) as (_, connection):
                     encoding = connection.info.parameter_status("server_encoding")
                     parameters = fitted(parameters, encoding)
-                    rows = await self.client.call_async(sql.FAIL_STEP, parameters, connection)
+                    rows = await self._call_async(sql.FAIL_STEP, parameters, connection)
                 ((state, outcome),) = rows
             if state is not None:
                 said = "%r: its step %s failed, the job is %s: %s"
@@ -229,10 +231,7 @@ class AsyncStepCalls:
                 yield None
             else:
                 try:
-                    async with (
-                        self.steps.storing_async() as take,
-                        self.client.transaction_async() as connection,
-                    ):
+                    async with self._storing_async(callers=True) as (take, connection):
                         yield connection
                         await self._finish_in_async(connection, take, key, None)
                 except Exception as error:
@@ -261,7 +260,7 @@ class AsyncStepCalls:
             if key in finished:
                 if fingerprint is not None:
                     parameters = {**self._keyed(key), "fingerprint": fingerprint}
-                    await self.client.call_async(sql.BEGIN_STEP, parameters)
+                    await self._call_async(sql.BEGIN_STEP, parameters)
                 failure = failure_of(finished[key])
                 if failure is None:
                     yield None, await self.client.codec.decode_async(finished[key])
@@ -310,7 +309,7 @@ class AsyncStepCalls:
         after = None
         while True:
             parameters = {"id": self.id, "claim": self.claim, "after": after}
-            rows = await self.client.call_async(sql.READ_STEPS, parameters)
+            rows = await self._call_async(sql.READ_STEPS, parameters)
             if not rows:
                 break
             found += rows
@@ -333,18 +332,57 @@ class AsyncStepCalls:
         """Store a step, after the lazy ones before it; with a connection, in its transaction."""
         if fingerprint is None and not self.steps.kept:
             finishing = self._finishing(key, value)
-            await self.client.call_async(sql.FINISH_STEP, finishing, connection)
+            await self._call_async(sql.FINISH_STEP, finishing, connection)
             return
         steps = take(self._finished(key, value, fingerprint))
         parameters = {"id": self.id, "claim": self.claim, "steps": steps}
-        await self.client.call_async(sql.FINISH_STEPS, parameters, connection)
+        await self._call_async(sql.FINISH_STEPS, parameters, connection)
 
     async def _store_kept_async(self) -> None:
         """Store the lazy steps before the claim ends."""
         if self.steps.kept:
             with self.steps.storing() as take:
                 parameters = {"id": self.id, "claim": self.claim, "steps": take()}
-                await self.client.call_async(sql.FINISH_STEPS, parameters)
+                await self._call_async(sql.FINISH_STEPS, parameters)
+
+    # Calls
+
+    async def _call_async(
+        self,
+        statement: sql.Statement,
+        parameters: Mapping[str, Any],
+        connection: CallersConnection = OWN,
+        *,
+        tasks: Iterable[str] = (),
+    ) -> Rows:
+        """Call the database. Raises TransactionLost if the connection is lost."""
+        if connection is not OWN:
+            return await self.client.call_async(statement, parameters, connection, tasks=tasks)
+        with losses_translated():
+            return await self.client.call_async(statement, parameters, tasks=tasks)
+
+    @contextlib.asynccontextmanager
+    async def _storing_async(
+        self, *, callers: bool
+    ) -> AsyncIterator[tuple[TakeSteps, AsyncPsycopgConnection]]:
+        """Begin a transaction in which steps are stored; `callers` as for `Client.transaction`.
+
+        Raises TransactionLost if its connection is lost.
+        """
+        is_inside = False
+        try:
+            async with (
+                self.steps.storing_async() as take,
+                self.client.transaction_async(callers=callers) as connection,
+            ):
+                is_inside = True
+                with losses_translated(lambda _: connection.broken):
+                    yield take, connection
+                is_inside = False
+        except Exception as error:
+            if not is_inside and is_lost(error):
+                raise TransactionLost(LOST) from error
+            raise
 
     # Parameters
 

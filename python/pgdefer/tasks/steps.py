@@ -23,10 +23,18 @@ from typing import Any, ParamSpec, Protocol, TypeAlias, TypeVar
 
 from pgdefer.checks import check_number
 from pgdefer.codec import STEP_FAILED, TAG, is_storable, parsed, unwrap
-from pgdefer.errors import DecodeError, InvalidParameter, JobCancelled, JobFailed
+from pgdefer.errors import (
+    DecodeError,
+    InvalidParameter,
+    JobCancelled,
+    JobFailed,
+    TransactionLost,
+    is_lost,
+)
 from pgdefer.tasks.running_steps import RunningSteps
 
 __all__ = [
+    "LOST",
     "AsyncStepDecorator",
     "AsyncStepFunction",
     "AsyncStepValue",
@@ -40,6 +48,7 @@ __all__ = [
     "check_stored_name",
     "failure_of",
     "ids_of",
+    "losses_translated",
     "name_of_step",
     "results_of",
     "step_json",
@@ -48,6 +57,8 @@ __all__ = [
 # The largest lazy step that is kept, and roughly the size of all, in characters.
 MAX_KEPT = 2_000
 MAX_ALL_KEPT = 200_000
+
+LOST = "the connection was lost in a step of the job"
 
 # The longest name, in bytes.
 MAX_NAME = 1_000
@@ -204,6 +215,17 @@ class Steps:
         """As `storing`."""
         with self.storing() as take:
             yield take
+
+
+@contextlib.contextmanager
+def losses_translated(is_lost: Callable[[Exception], bool] = is_lost) -> Iterator[None]:
+    """Raise TransactionLost for an error by which the connection is lost: it is not the job's."""
+    try:
+        yield
+    except Exception as error:
+        if is_lost(error):
+            raise TransactionLost(LOST) from error
+        raise
 
 
 def _numbered(name: str, uses: int) -> str:

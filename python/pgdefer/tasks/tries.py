@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
-from pgdefer.errors import ClaimLost
+from pgdefer.errors import ClaimLost, Naming, TransactionLost
 from pgdefer.options import RetryPolicy, checked_option
 from pgdefer.tasks.error_report import error_details, error_text, storable_in
 from pgdefer.tasks.interruptible import Interruptible
@@ -48,7 +48,7 @@ class Tries:
         self.fingerprint = fingerprint
         self.timeout = timeout
         self._retry = None if retry is None else checked_option("retry", retry)
-        self._deadline = deadline
+        self._deadline: dict[str, Any] = {}
         if retry is None and timeout is None and deadline is None:
             return
         options = {"fingerprint": fingerprint, "retry": retry, "timeout": timeout}
@@ -59,20 +59,21 @@ class Tries:
             raise ValueError("a step: deadline ends the attempts of a policy: pass retry too")
         if not isinstance(deadline, dt.datetime | dt.timedelta | None):
             raise TypeError(f"a step: deadline must be a datetime or timedelta, not {deadline!r}")
+        if deadline is not None:
+            key = "deadline_in" if isinstance(deadline, dt.timedelta) else "deadline"
+            with Naming("a step"):
+                self._deadline[key] = checked_option(key, deadline)
 
     def count(self, error: Exception) -> bool:
         """Whether an error counts for the step's own retries; otherwise it is the handler's."""
-        others = (ClaimLost, JobAborted, RetryLater)
+        others = (ClaimLost, JobAborted, RetryLater, TransactionLost)
         return self._retry is not None and not isinstance(error, others)
 
     def failure(self, error: Exception) -> dict[str, Any]:
         """Return the parameters of queue.fail_step that describe an error."""
-        options: dict[str, Any] = {"retry": self._retry}
+        options: dict[str, Any] = {"retry": self._retry, **self._deadline}
         if self.fingerprint is not None:
             options["fingerprint"] = self.fingerprint
-        if self._deadline is not None:
-            key = "deadline_in" if isinstance(self._deadline, dt.timedelta) else "deadline"
-            options[key] = checked_option(key, self._deadline)
         if self.timeout is not None and isinstance(error, TimeoutError):
             options["outcome"] = "timed_out"
         return {

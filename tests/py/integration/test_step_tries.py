@@ -385,6 +385,8 @@ async def test_options_that_are_refused(app: App) -> None:
             {"timeout": -hour},
             {"deadline": hour},
             {"retry": 3, "deadline": 5},
+            {"retry": 3, "deadline": dt.datetime(2100, 1, 1)},  # noqa: DTZ001
+            {"retry": 3, "deadline": -hour},
         ):
             try:
                 step("a", len, "x", **options)
@@ -401,4 +403,6 @@ async def test_options_that_are_refused(app: App) -> None:
         "a step: timeout must be positive",
         "a step: deadline ends the attempts of a policy: pass retry too",
         "a step: deadline must be a datetime or timedelta",
+        "a step: deadline has no time zone: datetime.datetime(2100",
+        "a step: deadline_in must be from 0 to 4",
     ]
