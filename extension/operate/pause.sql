@@ -244,7 +244,8 @@ begin
         where h.job_id = m.id and h.kind in ('ended', 'again'))
     returning m.id)
   select array_agg(r.id) into v_recalled from recalled r;
-  insert into queue.waiting (id, reason, at) select u.id, 'task_paused', p_until from unnest(v_recalled) u (id);
+  insert into queue.waiting (id, reason, at)
+  select u.id, 'task_paused', p_until from unnest(v_recalled) u (id);
   if v_slots.keys is not null then
     perform queue._advance(p_keys => v_slots.keys || v_reserved.keys);
   end if;

@@ -2253,8 +2253,8 @@ begin
   return p_queue = p_pattern or right(p_pattern, 1) = '*' and starts_with(p_queue, left(p_pattern, -1));
 end $$;
 
--- The patterns prefix* and * that select a name. To look each of them up in an index is faster than to compare
--- the name with thousands of patterns.
+-- The patterns prefix* and * that select a name. To look each of them up in an index is faster than to
+-- compare the name with thousands of patterns.
 create or replace function queue._patterns_of(p_name text)
 returns text[] language plpgsql immutable parallel safe security invoker as $$
 begin
@@ -20692,7 +20692,8 @@ begin
         where h.job_id = m.id and h.kind in ('ended', 'again'))
     returning m.id)
   select array_agg(r.id) into v_recalled from recalled r;
-  insert into queue.waiting (id, reason, at) select u.id, 'task_paused', p_until from unnest(v_recalled) u (id);
+  insert into queue.waiting (id, reason, at)
+  select u.id, 'task_paused', p_until from unnest(v_recalled) u (id);
   if v_slots.keys is not null then
     perform queue._advance(p_keys => v_slots.keys || v_reserved.keys);
   end if;

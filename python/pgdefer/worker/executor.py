@@ -483,14 +483,6 @@ class Executor:
         said = "%r did not end in time: giving it back"
         log.warning(said, claim, extra=claim.job._log_fields())
 
-    def warn_of_blocking(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Name the job whose coroutine blocks the loop, if one does. Called in a thread."""
-        current = asyncio.current_task(loop)
-        for claim in list(self.running):
-            if claim.coroutine is not None and claim.coroutine is current:
-                said = "%r blocks the event loop: until it goes on, only a kill ends the worker"
-                log.warning(said, claim, extra=claim.job._log_fields())
-
     def note_unresponsive(self, count: int) -> None:
         """Count tasks and threads that go on: those of handlers may have been counted already."""
         self.unresponsive = max(self.unresponsive, count)

@@ -35,6 +35,8 @@ log = logger("pgdefer.worker")
 # reap waits 10 s after a timeout. The lease is longer than that, which tells such claims apart.
 LOOK = 3.0
 SHORTEST_LEASE = 15.0
+# How often to say again that the worker's loop does not answer, in seconds.
+SAY_EVERY = 60.0
 # How long a heartbeat over the worker's own connection may take before it is sent over another.
 PATIENCE = 3.0
 # How long to wait for the locked row of a claim that is to be extended, in seconds.
@@ -119,7 +121,8 @@ class Heartbeat:
     The callbacks are called in the worker's loop: `on_beat` after each heartbeat that was answered,
     with (id, claim, reason) of the jobs to abort; `on_gone` when the worker was declared dead;
     `on_lost` with a claim that should have been extended and had ended. `memory` is called in the
-    heartbeats' thread, and returns what they tell.
+    heartbeats' thread, and returns what they tell. `on_silence` is called there, too, with the
+    seconds for which the worker's loop has not answered while jobs run.
     """
 
     def __init__(
@@ -132,6 +135,7 @@ class Heartbeat:
         on_gone: Callable[[int], None],
         on_lost: Callable[[Claim], None],
         thread: HeartbeatThread | None = None,
+        on_silence: Callable[[float], None],
         memory: Callable[[], int | None],
         over: Callable[[int], Coroutine[Any, Any, Rows]] | None = None,
         is_needed: Callable[[], bool] = _never,
@@ -159,6 +163,10 @@ class Heartbeat:
         self.beat_at = 0.0
         self._thread = thread or HeartbeatThread()
         self._has_own_thread = thread is None
+        self._on_silence = on_silence
+        # When the worker's loop was asked for an answer, by `clock`; None once it has given one.
+        self._asked_at: float | None = None
+        self._say_after = 0.0
         self._memory = memory
         self._over = over
         self._is_needed = is_needed
@@ -195,6 +203,22 @@ class Heartbeat:
     def _look(self) -> None:
         if self._event is not None and self._outlived():
             self._event.set()
+        if self._is_needed():
+            self._look_at_loop()
+
+    def _look_at_loop(self) -> None:
+        if self._asked_at is None:
+            self._asked_at, self._say_after = clock(), 0.0
+            with contextlib.suppress(RuntimeError):  # it has ended
+                self._outer.call_soon_threadsafe(self._on_answer)
+            return
+        silence = clock() - self._asked_at
+        if silence >= self._say_after:
+            self._say_after = silence + SAY_EVERY
+            self._on_silence(silence)
+
+    def _on_answer(self) -> None:
+        self._asked_at = None
 
     def _outlived(self) -> list[Claim]:
         """Return the claims that must be extended, in the order of their moments."""

@@ -21,6 +21,7 @@ from pgdefer.database.own_threads import in_own_thread
 from pgdefer.database.source import Source
 from pgdefer.errors import InvalidParameter, PgDeferError, describe, translate
 from pgdefer.tasks.registry import Registry
+from pgdefer.worker.blocking import warn_at_stop
 from pgdefer.worker.databases import Database, DsnFile, read_dsns
 from pgdefer.worker.heartbeat import HeartbeatThread, clock
 from pgdefer.worker.options import WorkerOptions, check_options
@@ -232,7 +233,7 @@ class MultiWorker:
 
         def on_deaf() -> None:
             for worker in self._all_workers():
-                worker.executor.warn_of_blocking(loop)
+                warn_at_stop(loop, worker.executor.running)
 
         return signals(self._on_stop, self.stop_at_once, self._tell, on_deaf)
 

@@ -24,6 +24,7 @@ from pgdefer.options import as_list
 from pgdefer.tasks.registry import Registry
 from pgdefer.worker.announcer import Announcer
 from pgdefer.worker.batch_runner import BatchRunner
+from pgdefer.worker.blocking import warn_at_stop, warn_of_silence
 from pgdefer.worker.claim import Claim, Runner
 from pgdefer.worker.completer import Completer
 from pgdefer.worker.ending import STOPPED
@@ -260,6 +261,12 @@ class Worker:
             on_gone=self._on_worker_gone,
             on_lost=self.executor.on_claim_lost,
             thread=None if shared is None else shared.heartbeats,
+            on_silence=functools.partial(
+                warn_of_silence,
+                asyncio.get_running_loop(),
+                threading.get_ident(),
+                self.executor.running,
+            ),
             memory=self._memory,
             over=self._beat if source.notify_source is not None else None,
             is_needed=lambda: bool(self.executor.running),
@@ -420,7 +427,7 @@ class Worker:
                 self.stop()
 
         tell, loop = self.state.tell_to_stop, asyncio.get_running_loop()
-        on_deaf = functools.partial(self.executor.warn_of_blocking, loop)
+        on_deaf = functools.partial(warn_at_stop, loop, self.executor.running)
         return signals(on_stop, self.stop_at_once, tell, on_deaf)
 
     # What the listener and the heartbeat tell

@@ -57,7 +57,7 @@ class Bench:
         self.executor = Executor(self.app, self.state, self.completer, announcer)
         self.runner = Runner()
         self.slots = Slots(10)
-        names = ["on_beat", "on_gone", "on_lost"]
+        names = ["on_beat", "on_gone", "on_lost", "on_silence"]
         ignored: dict[str, Any] = dict.fromkeys(names, lambda _: None)
         self.heartbeat = Heartbeat(self.app.source, 10.0, 30.0, memory=lambda: None, **ignored)
         self.heartbeat.beat_at = clock()

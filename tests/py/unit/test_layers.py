@@ -52,6 +52,7 @@ LAYERS = [
     worker.unix_signals worker.databases worker.turnstile worker.shielded worker.forked
     worker.outcomes worker.listener worker.process_log
     worker.ending worker.claim
+    worker.blocking
     worker.transaction worker.heartbeat
     worker.announcer worker.shared_slots
     worker.completer
