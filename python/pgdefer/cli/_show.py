@@ -364,11 +364,15 @@ def given(text: str) -> str:
         fail(Exit.USAGE, f"stdin: not {error.encoding} text: {error.reason}")
 
 
+def _no_json(name: str) -> None:
+    raise ValueError(f"it has no {name}")
+
+
 def check_json(**texts: str | None) -> None:
     """Print a message and exit if a text is not JSON, or `options` is no object."""
     for name, text in texts.items():
         try:
-            value = json.loads(text or "{}")
+            value = json.loads(text or "{}", parse_constant=_no_json)
         except ValueError as error:
             fail(Exit.USAGE, f"{name}: not JSON: {error}")
         except RecursionError:

@@ -12,7 +12,7 @@ from pgdefer.errors import DecodeError
 from pgdefer.options import checked_interval, checked_option
 from pgdefer.tasks.prepared_job import PreparedJob, check_prepared, jobs_json
 from pgdefer.tasks.raised import JobSuspended
-from pgdefer.tasks.stepping import StepCalls
+from pgdefer.tasks.stepping import StepCalls, until
 from pgdefer.tasks.steps import (
     Child,
     check_name,
@@ -165,11 +165,17 @@ class DurableCalls(StepCalls):
     def _ended(self, ids: list[int]) -> list[Child] | None:
         """Return the rows of children, or None unless all have ended. Reads only if it must.
 
-        One call reads the children of all steps, so a run of many steps need not read many times.
+        One call reads the children of all steps, and concurrent steps wait for it, so a run of many
+        steps need not read many times.
         """
         rows = self.steps.ended_children(ids)
+        if rows is None and self.steps.is_reading:
+            until(lambda: not self.steps.is_reading)
+            rows = self.steps.ended_children(ids)
         if rows is None:
-            self.steps.read_children(ids, self._call(sql.NEEDS, {"id": self.id}))
+            with self.steps.reading():
+                found = self._call(sql.NEEDS, {"id": self.id})
+                self.steps.read_children(ids, found)
             rows = self.steps.ended_children(ids)
         return rows
 

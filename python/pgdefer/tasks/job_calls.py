@@ -22,6 +22,7 @@ from pgdefer.errors import InvalidParameter, JobNotFound
 from pgdefer.options import ENDED, checked_interval, checked_mapping, checked_option, checked_time
 from pgdefer.tasks.answers import outcome_of, value_of
 from pgdefer.tasks.infos import JobDetails, with_json
+from pgdefer.tasks.steps import check_stored_name
 
 __all__ = ["JobCalls"]
 
@@ -88,7 +89,11 @@ class JobCalls(Generic[R_co]):
     # Changing
 
     def signal(self, name: str, payload: Any = None, *, connection: AnyConnection = OWN) -> None:
-        """Send it a signal, for which its handler waits now or later. Each wait takes one."""
+        """Send it a signal, for which its handler waits now or later. Each wait takes one.
+
+        Raises TypeError or InvalidParameter for a name that can't be stored.
+        """
+        check_stored_name("name", name)
         text = self.client.codec.dumps({} if payload is None else payload)
         parameters = {"id": self.id, "name": name, "payload": text}
         self.client.call(sql.SIGNAL, parameters, connection)

@@ -164,9 +164,10 @@ class Registry:
                 log.info("the schedule %r was removed, as the code no longer has it", name)
             else:
                 log.warning(
-                    "the schedule %r goes on though the code no longer has it: "
-                    "to remove it, use --prune-schedules or queue.unschedule",
-                    name,
+                    "the schedule %r goes on though this code does not have it. If another program "
+                    "registers it, give each its own App(name=...), as this one is %r; otherwise "
+                    "remove it by --prune-schedules or queue.unschedule",
+                    *(name, self.name),
                 )
         return lost
 

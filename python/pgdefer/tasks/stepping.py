@@ -40,7 +40,7 @@ from pgdefer.tasks.steps import (
 )
 from pgdefer.tasks.tries import Tries, called_within, fitted
 
-__all__ = ["StepCalls"]
+__all__ = ["StepCalls", "until"]
 
 log = logger("pgdefer.steps")
 
@@ -275,7 +275,7 @@ class StepCalls:
     def _check_claim(self) -> None:
         """Raise JobSuspended if a concurrent call has ended the claim; wait for one that may."""
         if not self.steps.running.is_decided():
-            _until(self.steps.running.is_decided)
+            until(self.steps.running.is_decided)
         if self.steps.ended_as is not None:
             raise JobSuspended
 
@@ -289,7 +289,7 @@ class StepCalls:
         running = self.steps.running
         with running.resting():
             time.sleep(0)  # let steps begin that were created together with this call
-            if self._is_here() and not _until(running.may_end):
+            if self._is_here() and not until(running.may_end):
                 said = "%r: its run ends, though concurrent steps still run"
                 log.warning(said, self, extra=self._log_fields())
             self._check_claim()
@@ -300,7 +300,7 @@ class StepCalls:
     def _end_steps(self) -> None:
         """Cancel the steps that the handler has left running, and wait for them."""
         self.steps.running.cancel()
-        _until(self.steps.running.is_over)
+        until(self.steps.running.is_over)
 
     def _read_steps(self) -> None:
         found: list[Any] = []
@@ -396,7 +396,7 @@ class StepCalls:
             return None if value is None else self.client.codec.dumps(value)
 
 
-def _until(is_true: Callable[[], bool]) -> bool:
+def until(is_true: Callable[[], bool]) -> bool:
     """Wait until `is_true`, at most for PATIENCE; return whether it is.
 
     The steps may be in other threads and event loops, so this polls.

@@ -40,7 +40,7 @@ from pgdefer.tasks.steps import (
 )
 from pgdefer.tasks.tries import Tries, called_within_async, fitted
 
-__all__ = ["AsyncStepCalls"]
+__all__ = ["AsyncStepCalls", "until_async"]
 
 log = logger("pgdefer.steps")
 
@@ -277,7 +277,7 @@ class AsyncStepCalls:
     async def _check_claim_async(self) -> None:
         """Raise JobSuspended if a concurrent call has ended the claim; wait for one that may."""
         if not self.steps.running.is_decided_async():
-            await _until_async(self.steps.running.is_decided_async)
+            await until_async(self.steps.running.is_decided_async)
         if self.steps.ended_as is not None:
             raise JobSuspended
 
@@ -291,7 +291,7 @@ class AsyncStepCalls:
         running = self.steps.running
         with running.resting():
             await asyncio.sleep(0)  # let steps begin that were created together with this call
-            if self._is_here() and not await _until_async(running.may_end_async):
+            if self._is_here() and not await until_async(running.may_end_async):
                 said = "%r: its run ends, though concurrent steps still run"
                 log.warning(said, self, extra=self._log_fields())
             await self._check_claim_async()
@@ -302,7 +302,7 @@ class AsyncStepCalls:
     async def _end_steps_async(self) -> None:
         """Cancel the steps that the handler has left running, and wait for them."""
         self.steps.running.cancel()
-        await _until_async(self.steps.running.is_over_async)
+        await until_async(self.steps.running.is_over_async)
 
     async def _read_steps_async(self) -> None:
         found: list[Any] = []
@@ -400,7 +400,7 @@ class AsyncStepCalls:
             return None if value is None else self.client.codec.dumps(value)
 
 
-async def _until_async(is_true: Callable[[], bool]) -> bool:
+async def until_async(is_true: Callable[[], bool]) -> bool:
     """Wait until `is_true`, at most for PATIENCE; return whether it is.
 
     The steps may be in other threads and event loops, so this polls.

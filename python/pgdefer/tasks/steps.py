@@ -105,6 +105,7 @@ class Steps:
         "_taken",
         "_uses",
         "ended_as",
+        "is_reading",
         "kept",
         "running",
     )
@@ -119,6 +120,8 @@ class Steps:
         #: and the job's state afterwards.
         self.ended_as: tuple[str, str] | None = None
         self.running = RunningSteps()
+        #: Whether a call reads the children.
+        self.is_reading = False
         #: The lazy steps that are not stored yet, in JSON.
         self.kept: list[str] = []
 
@@ -177,6 +180,15 @@ class Steps:
         """Return the lazy steps to store now."""
         kept, self.kept = self.kept, []
         return kept
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Let other calls wait until this block has read the children."""
+        self.is_reading = True
+        try:
+            yield
+        finally:
+            self.is_reading = False
 
     def read_children(self, ids: Iterable[int], rows: Iterable[Child]) -> None:
         """Record the children as read. Those of `ids` that have no row are gone.
@@ -264,6 +276,8 @@ def checked_progress(percent: Any, message: object) -> Any:
     """Return the percentage as it is stored, or None. Raises TypeError or ValueError."""
     if message is not None and not isinstance(message, str):
         raise TypeError(f"message must be text, not {message!r}")
+    if message is not None and not is_storable(message):
+        raise ValueError(f"message has a character that PostgreSQL can't store: {message!a}")
     if percent is None:
         return None
     rounded = percent

@@ -53,6 +53,11 @@ def test_a_signal(run: Run, conn: Connection, claim: Claim) -> None:
     assert claim().keys() == {id_}
     assert run("job", "steps", id_, "--json").json[0]["value"] == {"by": "ann"}
     assert run("job", "signal", id_, "approved", "{").code == Exit.USAGE
+    refused = run("job", "signal", id_, "approved", "[NaN]")
+    assert (refused.code, refused.err.strip()) == (
+        Exit.USAGE,
+        "pgdefer: payload: not JSON: it has no NaN",
+    )
     assert run("job", "signal", id_, "more", "--json").json == {"id": id_, "name": "more"}
 
 

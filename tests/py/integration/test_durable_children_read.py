@@ -64,6 +64,34 @@ async def test_each_run_reads_its_children_once(
     assert len(found) == 20
 
 
+@pytest.mark.parametrize("is_gather", [False, True])
+async def test_concurrent_calls_read_their_children_once_a_run(
+    app: App, monkeypatch: pytest.MonkeyPatch, is_gather: bool
+) -> None:
+    found = reads(monkeypatch)
+    runs: list[int] = []
+
+    @app.task(name="double")
+    def double(n: int) -> int:
+        return 2 * n
+
+    @app.task(name="t")
+    async def at_once() -> list[int]:
+        runs.append(1)
+        job = current_job()
+        calls = [job.call_async(double.prepare(n), name=f"c{n}") for n in range(20)]
+        if is_gather:
+            return await asyncio.gather(*calls)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+        return [task.result() for task in tasks]
+
+    job = at_once.defer()
+    async with running(app):
+        assert await job.result_async(300) == [2 * n for n in range(20)]
+    assert len(found) <= len(runs)
+
+
 @pytest.mark.parametrize("is_read", [False, True])
 async def test_a_child_that_is_retried_is_awaited_again_unless_its_end_was_read(
     app: App, jobs: Jobs, is_async: bool, is_read: bool

@@ -97,7 +97,7 @@ async def test_changes_in_the_code(
 
     await start(make(y="@hourly"))
     assert schedules(conn)[2:] == [("x", "@daily"), ("y", "@hourly")]
-    assert "'x' goes on though the code no longer has it" in caplog.text
+    assert "'x' goes on though this code does not have it" in caplog.text
     await start(make(y="@hourly"), prune_schedules=True)
     assert schedules(conn) == [("b", "@daily"), ("by hand", "@daily"), ("y", "@hourly")]
     assert "'x' was removed" in caplog.text
@@ -190,7 +190,7 @@ async def test_the_command_line(dsn: str, conn: Connection, tmp_path: Path) -> N
         assert process.returncode == 0
         return error.decode()
 
-    assert "'old' goes on though the code no longer has it" in await worker()
+    assert "'old' goes on though this code does not have it" in await worker()
     assert [name for name, _ in schedules(conn)] == ["new", "old"]
     assert "'old' was removed" in await worker("--prune-schedules")
     assert [name for name, _ in schedules(conn)] == ["new"]

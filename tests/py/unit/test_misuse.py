@@ -262,6 +262,10 @@ def test_what_a_job_reports() -> None:
         wrong = 5
         with pytest.raises(TypeError, match="message must be text, not 5"):
             job.progress(50, wrong)
+        for wrong in ("a\0b", "\ud800"):
+            with pytest.raises(ValueError, match="message has a character that PostgreSQL can't"):
+                job.progress(50, wrong)
+        wrong = 5
         with pytest.raises(TypeError, match="stream must be a text, not 5"):
             job.emit(wrong, 1)
         with pytest.raises(TypeError, match="lease must be a timedelta, not 5"):
