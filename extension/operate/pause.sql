@@ -54,9 +54,9 @@ begin
   return v_affected;
 end $$;
 comment on function queue.resume(text, text) is
-  'Ends a pause of the queue or task; the latest call of pause or resume that matches a queue wins.'
-    ' Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the queue'
-    ' stays. Returns the number of affected jobs, not counting running ones.';
+  'Without a task it ends the pause of the queue, and the pauses of all tasks in it. With a task it ends only'
+    ' the pauses of that task: a paused queue stays paused. The latest call of pause or resume that matches a'
+    ' queue wins. Returns the number of affected jobs, not counting running ones.';
 
 -- Records and applies a call of pause, and deletes earlier calls that it covers. While a task is paused, an
 -- earlier resume of the queue stays: it ended the task's pauses before it. A pause whose time came while the

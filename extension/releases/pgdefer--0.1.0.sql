@@ -20086,8 +20086,9 @@ comment on function queue.delete_queue(text, boolean) is
   'Removes a queue with its settings, its pause and all its finished jobs. It is refused (QJ006) without'
     ' force if the queue has unfinished jobs, or jobs that an unfinished job of another queue needs; with'
     ' force these are removed as by queue.delete. It is refused (QJ006) even with force while another'
-    ' transaction is changing one of its jobs; then call it again. Returns the number of removed jobs. A job'
-    ' deferred later creates the queue again, without settings.';
+    ' transaction is changing one of its jobs; then call it again. No worker gets jobs until the call has'
+    ' removed all: if there are many thousands, first remove them by queue.delete, 1,000 at a time. Returns the'
+    ' number of removed jobs. A job deferred later creates the queue again, without settings.';
 
 -- Raises: QJ006, always.
 create or replace function queue._queue_not_empty(p_queue text, p_detail text, p_hint text
@@ -20502,9 +20503,9 @@ begin
   return v_affected;
 end $$;
 comment on function queue.resume(text, text) is
-  'Ends a pause of the queue or task; the latest call of pause or resume that matches a queue wins.'
-    ' Without a task it also ends the pauses of tasks on those queues; with a task, a pause of the queue'
-    ' stays. Returns the number of affected jobs, not counting running ones.';
+  'Without a task it ends the pause of the queue, and the pauses of all tasks in it. With a task it ends only'
+    ' the pauses of that task: a paused queue stays paused. The latest call of pause or resume that matches a'
+    ' queue wins. Returns the number of affected jobs, not counting running ones.';
 
 -- Records and applies a call of pause, and deletes earlier calls that it covers. While a task is paused, an
 -- earlier resume of the queue stays: it ended the task's pauses before it. A pause whose time came while the

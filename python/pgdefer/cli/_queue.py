@@ -142,7 +142,7 @@ def resume(
     as_json: AsJson = False,
     dry_run: DryRun = False,
 ) -> None:
-    """End a pause."""
+    """End a pause: of a task, or of a queue and all tasks in it."""
     _check_which(queue, task, every=every)
     with (
         session(dsn, as_json=as_json, dry_run=dry_run) as on,
