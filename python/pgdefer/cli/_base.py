@@ -404,7 +404,10 @@ def _zone() -> str | None:
     return name
 
 
-_ASK_THE_OWNER = "The owner grants access: queue.grant_access."
+_ASK_THE_OWNER = (
+    "The owner grants access: select queue.grant_access('ROLE', 'operator'); "
+    "the other kinds are producer, worker and reader."
+)
 
 
 @contextlib.contextmanager
