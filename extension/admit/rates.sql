@@ -111,7 +111,7 @@ begin
   if not found then
     return query
       select c.slots, c.rate_limit, c.rate_per from queue.key_config c
-      where c.pattern = any (queue._patterns_of(p_key))
+      where right(c.pattern, 1) = '*' and starts_with(p_key, left(c.pattern, -1))
       order by length(c.pattern) desc limit 1;
   end if;
 end $$;

@@ -209,9 +209,7 @@ begin
   select c.weight into v_weight from queue.share_config c where c.pattern = p_share;
   if v_weight is null then
     select c.weight into v_weight from queue.share_config c
-    where c.pattern = any (queue._patterns_of(p_share)) and p_share <> ''
-      and (select p.pattern from queue.share_config p where right(p.pattern, 1) = '*'
-        order by p.pattern limit 1) is not null
+    where right(c.pattern, 1) = '*' and starts_with(p_share, left(c.pattern, -1)) and p_share <> ''
     order by length(c.pattern) desc limit 1;
   end if;
   return round(100000 / coalesce(v_weight, 1));

@@ -8,14 +8,6 @@ begin
   return p_queue = p_pattern or right(p_pattern, 1) = '*' and starts_with(p_queue, left(p_pattern, -1));
 end $$;
 
--- The patterns prefix* and * that select a name. To look each of them up in an index is faster than to
--- compare the name with thousands of patterns.
-create or replace function queue._patterns_of(p_name text)
-returns text[] language plpgsql immutable parallel safe security invoker as $$
-begin
-  return array(select left(p_name, n) || '*' from generate_series(0, length(p_name)) n);
-end $$;
-
 -- Raises: 22023 unless it is a list of names and patterns, or NULL. If * is among them, nothing else is
 -- checked.
 create or replace function queue._check_asked(p_queues text[])
