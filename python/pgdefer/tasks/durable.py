@@ -169,11 +169,11 @@ class DurableCalls(StepCalls):
         steps need not read many times.
         """
         rows = self.steps.ended_children(ids)
-        if rows is None and self.steps.is_reading:
-            until(lambda: not self.steps.is_reading)
+        if rows is None:
+            until(self.steps.running.has_read)
             rows = self.steps.ended_children(ids)
         if rows is None:
-            with self.steps.reading():
+            with self.steps.running.reading():
                 found = self._call(sql.NEEDS, {"id": self.id})
                 self.steps.read_children(ids, found)
             rows = self.steps.ended_children(ids)

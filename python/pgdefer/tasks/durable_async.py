@@ -168,11 +168,11 @@ class AsyncDurableCalls(AsyncStepCalls):
         steps need not read many times.
         """
         rows = self.steps.ended_children(ids)
-        if rows is None and self.steps.is_reading:
-            await until_async(lambda: not self.steps.is_reading)
+        if rows is None:
+            await until_async(self.steps.running.has_read_async)
             rows = self.steps.ended_children(ids)
         if rows is None:
-            with self.steps.reading():
+            with self.steps.running.reading():
                 found = await self._call_async(sql.NEEDS, {"id": self.id})
                 self.steps.read_children(ids, found)
             rows = self.steps.ended_children(ids)

@@ -30,12 +30,13 @@ class RunningSteps:
     loop of its thread, so it must not wait for anything that this loop would run.
     """
 
-    __slots__ = ("_ending", "_owners", "_resting")
+    __slots__ = ("_ending", "_owners", "_reading", "_resting")
 
     def __init__(self) -> None:
         self._owners: dict[object, Owner] = {}
         self._resting: list[object] = []
         self._ending: Owner | None = None
+        self._reading: Owner | None = None
 
     def begin(self) -> Begun:
         """Count a step as running; `end` takes what it returns."""
@@ -69,6 +70,23 @@ class RunningSteps:
             yield
         finally:
             self._ending = None
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Note that the code in the block is reading the job's children."""
+        self._reading = _owner()
+        try:
+            yield
+        finally:
+            self._reading = None
+
+    def has_read_async(self) -> bool:
+        """Whether no call is reading the job's children."""
+        return self._reading is None
+
+    def has_read(self) -> bool:
+        """As `has_read_async`."""
+        return self._reading is None or _is_stopped(self._reading)
 
     def may_end_async(self) -> bool:
         """Whether the claim may end: no step runs, and no other call ends it."""

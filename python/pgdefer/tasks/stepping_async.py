@@ -376,7 +376,9 @@ class AsyncStepCalls:
                 self.client.transaction_async(callers=callers) as connection,
             ):
                 is_inside = True
-                with losses_translated(lambda _: connection.broken):
+                with losses_translated(
+                    lambda error: isinstance(error, psycopg.Error) and connection.broken
+                ):
                     yield take, connection
                 is_inside = False
         except Exception as error:

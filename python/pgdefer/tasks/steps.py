@@ -105,7 +105,6 @@ class Steps:
         "_taken",
         "_uses",
         "ended_as",
-        "is_reading",
         "kept",
         "running",
     )
@@ -120,8 +119,6 @@ class Steps:
         #: and the job's state afterwards.
         self.ended_as: tuple[str, str] | None = None
         self.running = RunningSteps()
-        #: Whether a call reads the children.
-        self.is_reading = False
         #: The lazy steps that are not stored yet, in JSON.
         self.kept: list[str] = []
 
@@ -180,15 +177,6 @@ class Steps:
         """Return the lazy steps to store now."""
         kept, self.kept = self.kept, []
         return kept
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Let other calls wait until this block has read the children."""
-        self.is_reading = True
-        try:
-            yield
-        finally:
-            self.is_reading = False
 
     def read_children(self, ids: Iterable[int], rows: Iterable[Child]) -> None:
         """Record the children as read. Those of `ids` that have no row are gone.

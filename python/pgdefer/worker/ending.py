@@ -113,9 +113,9 @@ def outcome_of(job: JobContext, policy: FailurePolicy | None, error: BaseExcepti
 
 
 def _raised(job: JobContext, policy: FailurePolicy | None, error: BaseException) -> str:
-    if isinstance(error, TransactionLost):
-        job._error = error
-        return outcomes.crashed(job.id, job.claim, error)
+    if (lost := _loss(error)) is not None:
+        job._error = lost
+        return outcomes.crashed(job.id, job.claim, lost)
     if is_late(job):
         return timed_out(job, policy, error)
     if isinstance(error, RetryLater) and policy is not None:
@@ -132,6 +132,15 @@ def _raised(job: JobContext, policy: FailurePolicy | None, error: BaseException)
             log.info("%r gave up: %s", job, error, extra=job._log_fields())
             return outcomes.aborted(job.id, job.claim, error)
     return failed(job, policy, error)
+
+
+def _loss(error: BaseException) -> TransactionLost | None:
+    """Return the loss of a transaction that an error is, or that a group of errors contains."""
+    if isinstance(error, TransactionLost):
+        return error
+    if isinstance(error, BaseExceptionGroup):
+        return next(filter(None, map(_loss, error.exceptions)), None)
+    return None
 
 
 def timed_out(job: JobContext, policy: FailurePolicy | None, error: BaseException | None) -> str:

@@ -12,7 +12,7 @@ import os
 import pickle
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, cast
 
@@ -25,6 +25,11 @@ log = logger("pgdefer.worker")
 
 # The attributes that every record has; all others are fields of the caller.
 _COMMON = frozenset(vars(logging.makeLogRecord({})))
+
+
+# How a message begins that is a log record.
+_RECORD = b"L"
+_OTHER = b"M"
 
 
 class Outbox:
@@ -41,10 +46,13 @@ class Outbox:
 
     def send(self, message: object) -> None:
         """Return when it is sent, or the worker is gone: the process may die the next moment."""
-        self.send_pickled(pickle.dumps(message))
+        self._send(_OTHER + pickle.dumps(message))
 
-    def send_pickled(self, message: bytes) -> None:
-        """Send a message that is pickled."""
+    def send_record(self, record: logging.LogRecord) -> None:
+        """Send a log record, as `send`."""
+        self._send(_RECORD + _pickled(record))
+
+    def _send(self, message: bytes) -> None:
         sent = threading.Lock()  # an exception could leave an Event's own lock behind
         sent.acquire()
         self._messages.put((message, sent))
@@ -52,18 +60,26 @@ class Outbox:
 
     def _run(self) -> None:
         while True:
-            pickled, sent = self._messages.get()
-            with contextlib.suppress(OSError):
-                self._connection.send_bytes(pickled)
+            message, sent = self._messages.get()
+            try:
+                self._connection.send_bytes(message)
+            except OSError:
+                pass
+            except BaseException:
+                os._exit(1)  # half of the message may be sent
             sent.release()
 
 
 class Forwarder(logging.handlers.QueueHandler):
-    """Sends the records for which the task's module has set up no handler."""
+    """Sends the records for which the task's module has set up no handler.
 
-    def __init__(self, outbox: Outbox) -> None:
+    While the process has nothing to do, the worker reads no messages: `is_idle` tells.
+    """
+
+    def __init__(self, outbox: Outbox, is_idle: Callable[[], bool]) -> None:
         super().__init__(cast("Any", None))
         self._outbox = outbox
+        self._is_idle = is_idle
         self._pid = os.getpid()
 
     def install(self, level: int) -> None:
@@ -84,12 +100,11 @@ class Forwarder(logging.handlers.QueueHandler):
         )
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Send a record; in a process that the handler has forked, do what Python does."""
-        if os.getpid() != self._pid:
-            if logging.lastResort and record.levelno >= logging.lastResort.level:
-                logging.lastResort.handle(record)
-            return
-        self._outbox.send_pickled(_pickled(record))
+        """Send a record; while idle, and in a process that a handler has forked, do as Python."""
+        if os.getpid() == self._pid and not self._is_idle():
+            self._outbox.send_record(record)
+        elif logging.lastResort and record.levelno >= logging.lastResort.level:
+            logging.lastResort.handle(record)
 
 
 def _pickled(record: logging.LogRecord) -> bytes:
@@ -111,20 +126,19 @@ def receive(connection: Connection) -> object:
 
     Raises: OSError, EOFError.
     """
+    message = connection.recv_bytes()
+    if message[:1] != _RECORD:
+        return pickle.loads(message[1:])  # noqa: S301 (its sender is this worker's own process)
     try:
-        received: object = connection.recv()
-    except (OSError, EOFError):
-        raise
+        record: logging.LogRecord = pickle.loads(message[1:])  # noqa: S301
     except Exception as error:
         log.warning("a log record of a job's process could not be read: %s", describe(error))
         return None
-    if not isinstance(received, logging.LogRecord):
-        return received
     try:
-        _write(received)
+        _write(record)
     except (Exception, SystemExit):  # of the application's handlers and filters
         with contextlib.suppress(Exception):  # stderr may be closed
-            logging.Handler().handleError(received)
+            logging.Handler().handleError(record)
     return None
 
 
@@ -134,8 +148,13 @@ def _write(record: logging.LogRecord) -> None:
     That has seen the record in the process.
     """
     its_logger = logging.getLogger(record.name)
-    if not (its_logger.isEnabledFor(record.levelno) and its_logger.filter(record)):
+    if not its_logger.isEnabledFor(record.levelno):
         return
+    found: Any = its_logger.filter(record)
+    if not found:
+        return
+    if isinstance(found, logging.LogRecord):  # a filter's own, from Python 3.12 on
+        record = found
     handlers: list[logging.Handler | None] = [*_handlers(record.name)] or [logging.lastResort]
     for handler in handlers:
         if handler is not None and record.levelno >= handler.level:

@@ -87,7 +87,7 @@ class _Inbox:
         self._job: JobContext | None = None
         self._request: AbortRequest | None = None
         self._recall: Recall | None = None
-        self._is_idle = True
+        self.is_idle = True
 
     def read(self) -> None:
         """Read until the worker is gone; without it no job continues."""
@@ -101,9 +101,9 @@ class _Inbox:
                     self._recall = received
                     self._pass_on()
                 else:
-                    self._is_idle = False
+                    self.is_idle = False
                     self._jobs.put(received)
-        if not self._is_idle:
+        if not self.is_idle:
             os._exit(1)
         self._jobs.put(None)
 
@@ -120,7 +120,7 @@ class _Inbox:
 
     def end(self, answer: Result | Prepared) -> None:
         self._job = None
-        self._is_idle = True
+        self.is_idle = True
         self._outbox.send(answer)
 
     def _pass_on(self) -> None:
@@ -140,8 +140,8 @@ def main(connection: Connection, dsn: str, log_level: int) -> None:
         signal.signal(number, lambda *_: None)
     _die_with_parent()
     outbox = Outbox(connection)
-    Forwarder(outbox).install(log_level)
     inbox = _Inbox(connection, outbox)
+    Forwarder(outbox, lambda: inbox.is_idle).install(log_level)
     threading.Thread(target=inbox.read, name="pgdefer-inbox", daemon=True).start()
     tasks: dict[tuple[str, str, int], tuple[Task[..., Any], SyncPool]] = {}
     failed: dict[str, Exception] = {}

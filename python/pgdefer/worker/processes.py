@@ -31,6 +31,8 @@ LINGER = 2.0
 MAX_EARLY_DEATHS = 3
 # How long a process may take to start and to import a module, in seconds.
 MAX_PREPARATION = 300.0
+# How long to write log records that have come before a message, in seconds.
+DRAIN = 1.0
 # How often to check whether a job still waits for that, in seconds.
 LOOK_EVERY = 0.1
 
@@ -286,16 +288,18 @@ class ChildProcess:
     def _poll(self, seconds: float) -> bool:
         """Wait for a message, or for the end of the process; return whether one has come.
 
-        A log record is no message: it is written.
+        Log records are no messages: those that have come are written.
         """
+        end = time.monotonic() + seconds
         with contextlib.suppress(OSError, EOFError):
-            # A program that a handler has started may keep the connection open after the process.
-            if not self._connection.poll(seconds):
-                if self.is_alive:
-                    return False
-                if not self._connection.poll():
-                    return True
-            self._received = process_log.receive(self._connection)
+            while self._received is None and time.monotonic() < end + DRAIN:
+                # A program that a handler has started may keep the connection open afterwards.
+                if not self._connection.poll(max(end - time.monotonic(), 0.0)):
+                    if self.is_alive:
+                        return False
+                    if not self._connection.poll():
+                        return True
+                self._received = process_log.receive(self._connection)
             return self._received is not None
         return True
 

@@ -17,6 +17,7 @@ import pytest
 from pgdefer import App, ClaimLost, JobSuspended, Retry, StepFailed, Worker, current_job
 from pgdefer.tasks import stepping_async
 from pgdefer.tasks.raised import suspension
+from pgdefer.tasks.running_steps import RunningSteps
 from pgdefer.tasks.steps import Steps
 from pgdefer.testing import TestQueue
 
@@ -427,3 +428,13 @@ def test_what_suspends_a_run() -> None:
         assert suspension(error, ended) is found
     assert suspension(group(plain, lost), Steps(None)) is None
     assert suspension(group(group(plain)), Steps(None)) is plain
+
+
+async def test_a_function_does_not_wait_for_a_reader_of_its_own_loop() -> None:
+    running_steps = RunningSteps()
+    assert running_steps.has_read()
+    with running_steps.reading():
+        assert not running_steps.has_read_async()
+        assert running_steps.has_read()
+        assert not await asyncio.to_thread(running_steps.has_read)
+    assert await asyncio.to_thread(running_steps.has_read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import threading
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer import App, JobContext, PreparedJob, TransactionLost, current_job
+from pgdefer import App, JobContext, PreparedJob, RetryLater, TransactionLost, current_job
 
 from .conftest import Jobs, running, wait_for
 
@@ -124,6 +125,41 @@ async def test_a_lost_session_is_no_failure(
     assert [each["error"].partition("\n")[0] for each in crashes] == [
         "TransactionLost: the connection was lost in a step of the job"
     ]
+
+
+async def test_a_loss_in_a_task_group(app: App, dsn: str, jobs: Jobs) -> None:
+    lose = Loss(dsn)
+
+    @app.task(name="t")
+    async def group() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(current_job().step_async("s", lose))
+
+    async with running(app):
+        await group.defer_async()
+        (row,) = await jobs.end()
+    assert (row["state"], row["failures"]) == ("succeeded", 0)
+    assert [each["outcome"] for each in jobs.attempts()] == ["crashed"]
+
+
+async def test_what_the_handler_says_of_a_loss_counts(app: App, dsn: str, jobs: Jobs) -> None:
+    lose = Loss(dsn)
+
+    @app.task(name="t")
+    async def later() -> None:
+        async with current_job().transaction_async("t") as connection:
+            assert connection is not None
+            lose(at_once=True)
+            try:
+                await connection.execute("select 1")
+            except psycopg.OperationalError:
+                raise RetryLater("lost") from None
+
+    async with running(app):
+        await later.defer_async()
+        (row,) = await jobs.end()
+    assert (row["state"], row["crashes"]) == ("succeeded", 0)
+    assert [each["outcome"] for each in jobs.attempts()] == ["yielded"]
 
 
 async def test_what_the_handler_itself_loses_is_a_failure(app: App, jobs: Jobs) -> None:

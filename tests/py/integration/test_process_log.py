@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import logging
+import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -14,13 +15,15 @@ from typing import Any
 import pytest
 
 from pgdefer import App
+from pgdefer.worker.process_log import Outbox
+from pgdefer.worker.processes import ChildProcess
 
-from .conftest import Jobs, running
+from .conftest import Jobs, running, until
 
 pytestmark = pytest.mark.client
 
 MODULE = """
-import contextlib, logging, os, signal, threading, warnings
+import contextlib, logging, os, signal, threading, time, warnings
 from pgdefer import App
 
 app = App({dsn!r})
@@ -88,6 +91,16 @@ def both(count: int) -> None:
     other.start()
     say("main")
     other.join()
+
+@app.task(**process)
+def leaves_a_thread(go: str, done: str) -> None:
+    def say() -> None:
+        while not os.path.exists(go):
+            time.sleep(0.01)
+        for _ in range(500):
+            log.info("x" * 5000)
+        open(done, "w").close()
+    threading.Thread(target=say, daemon=True).start()
 
 @app.task(**process)
 def forked() -> int:
@@ -230,6 +243,35 @@ async def test_two_threads_log(shop: Any, logged: Any) -> None:
     said = [record.getMessage() for record in of(logged, "shop.orders")]
     for who in ("main", "other"):
         assert [text for text in said if text.startswith(who)] == [f"{who} {n}" for n in range(500)]
+
+
+async def test_a_thread_of_an_idle_process_need_not_wait(
+    shop: Any, logged: Any, tmp_path: Path
+) -> None:
+    """The worker reads nothing meanwhile."""
+    go, done = tmp_path / "go", tmp_path / "done"
+    async with running(shop.app):
+        job = await shop.leaves_a_thread.defer_async(str(go), str(done))
+        await job.result_async(300)
+        go.touch()
+        await until(done.exists)
+
+
+def test_records_before_a_message_take_no_time_of_it(dsn: str) -> None:
+    """As those of an import that has ended long before the next job of its module."""
+    process = ChildProcess(dsn)
+    try:
+        ours, theirs = multiprocessing.Pipe()
+        outbox = Outbox(theirs)
+        for number in range(20):
+            outbox.send_record(logging.makeLogRecord({"name": "shop", "msg": f"{number}"}))
+        outbox.send("message")
+        process._connection.close()
+        process._connection = ours
+        assert process._poll(0.0)
+        assert process._next() == "message"
+    finally:
+        process.close()
 
 
 async def test_a_fork_logs_as_python_does(
