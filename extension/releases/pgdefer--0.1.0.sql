@@ -20079,8 +20079,8 @@ comment on function queue.delete_queue(text, boolean) is
     ' force if the queue has unfinished jobs, or jobs that an unfinished job of another queue needs; with'
     ' force these are removed as by queue.delete. It is refused (QJ006) even with force while another'
     ' transaction is changing one of its jobs; then call it again. No worker gets jobs until the call has'
-    ' removed all: if there are many thousands, first remove them by queue.delete, 1,000 at a time. Returns the'
-    ' number of removed jobs. A job deferred later creates the queue again, without settings.';
+    ' removed all: if there are many thousands, first remove them by queue.delete, 1,000 at a time. Returns'
+    ' the number of removed jobs. A job deferred later creates the queue again, without settings.';
 
 -- Raises: QJ006, always.
 create or replace function queue._queue_not_empty(p_queue text, p_detail text, p_hint text
