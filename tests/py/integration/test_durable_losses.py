@@ -17,7 +17,7 @@ from .conftest import Jobs, running, wait_for
 Connection = psycopg.Connection[Any]
 
 ALL = (
-    "select pg_terminate_backend(pid, 10_000) from pg_stat_activity"
+    "select pg_terminate_backend(pid, 10000) from pg_stat_activity"
     " where datname = current_database() and application_name like 'pgdefer%'"
 )
 WAITING = f"{ALL} and wait_event_type = 'Lock'"
