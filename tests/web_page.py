@@ -123,7 +123,9 @@ def served(
 
 def visitor(site: str, **options: Any) -> httpx.Client:
     """Return a client that waits as long as a busy machine may take."""
-    return httpx.Client(base_url=site, timeout=300, **options)
+    # The server closes a connection that was idle for 5 s, perhaps while a request is on its way.
+    limits = httpx.Limits(keepalive_expiry=1)
+    return httpx.Client(base_url=site, timeout=300, limits=limits, **options)
 
 
 def lift_time_limits(patch: pytest.MonkeyPatch) -> None:
