@@ -119,8 +119,8 @@ end $$;
 -- they would get if they began to wait, for each of the pairs. A job with several keys comes when it has its
 -- turn at each. p_ns, p_pairs: which job has which (key, lane). In a lane without tags all jobs are one
 -- share.
--- Arrays stand in place of joins, because the planner may join only by nested loops here. They are variables:
--- to find an element in a column of arrays, all before it are read.
+-- Arrays stand in place of joins, because the planner may join only by nested loops here. They are variables,
+-- because in a column of arrays all elements before the one asked for would be read.
 create or replace function queue._turns(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
   p_ns integer[], p_pairs integer[])
 returns integer[] language plpgsql stable parallel safe security invoker as $$

@@ -197,7 +197,8 @@ end $$;
 
 -- Moves jobs that wait behind the gate of paused tasks, for a slot or for their turn, back before that gate.
 -- Reads whole tables.
--- Two statements write queue.waiting and read it, so that the first does not read again what it has written.
+-- It finds the jobs of locks first, and inserts them into queue.waiting afterwards: a single statement would
+-- look for each job among those that it has inserted.
 -- Locks: the caller holds the admission lock.
 -- Why no job is missed: jobs behind the gate can proceed only under the admission lock. A job whose claim has
 -- ended and is not settled yet (pending settlement) reaches the gate itself (_pass_gates).

@@ -7122,8 +7122,8 @@ end $$;
 -- they would get if they began to wait, for each of the pairs. A job with several keys comes when it has its
 -- turn at each. p_ns, p_pairs: which job has which (key, lane). In a lane without tags all jobs are one
 -- share.
--- Arrays stand in place of joins, because the planner may join only by nested loops here. They are variables:
--- to find an element in a column of arrays, all before it are read.
+-- Arrays stand in place of joins, because the planner may join only by nested loops here. They are variables,
+-- because in a column of arrays all elements before the one asked for would be read.
 create or replace function queue._turns(p_ids bigint[], p_lanes integer[], p_deadlines timestamptz[],
   p_ns integer[], p_pairs integer[])
 returns integer[] language plpgsql stable parallel safe security invoker as $$
@@ -20638,7 +20638,8 @@ end $$;
 
 -- Moves jobs that wait behind the gate of paused tasks, for a slot or for their turn, back before that gate.
 -- Reads whole tables.
--- Two statements write queue.waiting and read it, so that the first does not read again what it has written.
+-- It finds the jobs of locks first, and inserts them into queue.waiting afterwards: a single statement would
+-- look for each job among those that it has inserted.
 -- Locks: the caller holds the admission lock.
 -- Why no job is missed: jobs behind the gate can proceed only under the admission lock. A job whose claim has
 -- ended and is not settled yet (pending settlement) reaches the gate itself (_pass_gates).

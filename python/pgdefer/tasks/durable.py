@@ -186,7 +186,7 @@ class DurableCalls(StepCalls):
             if calls:
                 jobs = jobs_json(calls)
                 tasks = [call.task for call in calls]
-                rows = self._call(sql.DEFER_MANY, {"jobs": jobs}, connection, tasks=tasks)
+                rows = self.client.call(sql.DEFER_MANY, {"jobs": jobs}, connection, tasks=tasks)
                 ids = [row[0] for row in rows]
             self._finish_in(connection, take, key, ids)
         return ids

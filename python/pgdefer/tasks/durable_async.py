@@ -185,7 +185,7 @@ class AsyncDurableCalls(AsyncStepCalls):
             if calls:
                 jobs = jobs_json(calls)
                 tasks = [call.task for call in calls]
-                rows = await self._call_async(
+                rows = await self.client.call_async(
                     sql.DEFER_MANY, {"jobs": jobs}, connection, tasks=tasks
                 )
                 ids = [row[0] for row in rows]

@@ -15,7 +15,7 @@ from pgdefer.options import HasId, as_list, checked_time
 if TYPE_CHECKING:
     from pgdefer.tasks.steps import Steps
 
-__all__ = ["JobAborted", "JobSuspended", "JobTimeout", "RetryLater", "suspension"]
+__all__ = ["JobAborted", "JobSuspended", "JobTimeout", "RetryLater", "members", "suspension"]
 
 
 class JobSuspended(BaseException):
@@ -35,7 +35,7 @@ def suspension(error: BaseException | None, steps: Steps) -> JobSuspended | None
     """
     if error is None:  # as in most calls
         return None
-    found = list(_members(error))
+    found = list(members(error))
     suspended = [one for one in found if isinstance(one, JobSuspended)]
     others = [one for one in found if not isinstance(one, JobSuspended)]
     if steps.ended_as is not None:
@@ -44,10 +44,11 @@ def suspension(error: BaseException | None, steps: Steps) -> JobSuspended | None
     return suspended[0] if suspended and not others else None
 
 
-def _members(error: BaseException) -> Iterator[BaseException]:
+def members(error: BaseException) -> Iterator[BaseException]:
+    """Yield the errors that a group contains, also within other groups; else the error itself."""
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
-            yield from _members(one)
+            yield from members(one)
     else:
         yield error
 

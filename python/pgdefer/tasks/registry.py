@@ -165,8 +165,8 @@ class Registry:
             else:
                 log.warning(
                     "the schedule %r goes on though this code does not have it. If another program "
-                    "registers it, give each its own App(name=...), as this one is %r; otherwise "
-                    "remove it by --prune-schedules or queue.unschedule",
+                    "registers it, give each its own App(name=...): this one is named %r. "
+                    "Otherwise remove it by --prune-schedules or queue.unschedule",
                     *(name, self.name),
                 )
         return lost

@@ -10,7 +10,7 @@ import contextlib
 import datetime as dt
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import psycopg
@@ -195,7 +195,7 @@ class StepCalls:
                 with self._storing(callers=False) as (_, connection):
                     encoding = connection.info.parameter_status("server_encoding")
                     parameters = fitted(parameters, encoding)
-                    rows = self._call(sql.FAIL_STEP, parameters, connection)
+                    rows = self.client.call(sql.FAIL_STEP, parameters, connection)
                 ((state, outcome),) = rows
             if state is not None:
                 said = "%r: its step %s failed, the job is %s: %s"
@@ -350,14 +350,10 @@ class StepCalls:
         statement: sql.Statement,
         parameters: Mapping[str, Any],
         connection: CallersConnection = OWN,
-        *,
-        tasks: Iterable[str] = (),
     ) -> Rows:
-        """Call the database. Raises TransactionLost if the connection is lost."""
-        if connection is not OWN:
-            return self.client.call(statement, parameters, connection, tasks=tasks)
-        with losses_translated():
-            return self.client.call(statement, parameters, tasks=tasks)
+        """Call the database. Raises TransactionLost if the client's own connection is lost."""
+        with losses_translated(lambda error: connection is OWN and is_lost(error)):
+            return self.client.call(statement, parameters, connection)
 
     @contextlib.contextmanager
     def _storing(self, *, callers: bool) -> Iterator[tuple[TakeSteps, PsycopgConnection]]:

@@ -10,7 +10,7 @@ import contextlib
 import datetime as dt
 import functools
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, ParamSpec, TypeVar, overload
 
 import psycopg
@@ -197,7 +197,7 @@ class AsyncStepCalls:
                 async with self._storing_async(callers=False) as (_, connection):
                     encoding = connection.info.parameter_status("server_encoding")
                     parameters = fitted(parameters, encoding)
-                    rows = await self._call_async(sql.FAIL_STEP, parameters, connection)
+                    rows = await self.client.call_async(sql.FAIL_STEP, parameters, connection)
                 ((state, outcome),) = rows
             if state is not None:
                 said = "%r: its step %s failed, the job is %s: %s"
@@ -352,14 +352,10 @@ class AsyncStepCalls:
         statement: sql.Statement,
         parameters: Mapping[str, Any],
         connection: CallersConnection = OWN,
-        *,
-        tasks: Iterable[str] = (),
     ) -> Rows:
-        """Call the database. Raises TransactionLost if the connection is lost."""
-        if connection is not OWN:
-            return await self.client.call_async(statement, parameters, connection, tasks=tasks)
-        with losses_translated():
-            return await self.client.call_async(statement, parameters, tasks=tasks)
+        """Call the database. Raises TransactionLost if the client's own connection is lost."""
+        with losses_translated(lambda error: connection is OWN and is_lost(error)):
+            return await self.client.call_async(statement, parameters, connection)
 
     @contextlib.asynccontextmanager
     async def _storing_async(

@@ -29,7 +29,6 @@ from pgdefer.errors import (
     JobCancelled,
     JobFailed,
     TransactionLost,
-    is_lost,
 )
 from pgdefer.tasks.running_steps import RunningSteps
 
@@ -218,12 +217,12 @@ class Steps:
 
 
 @contextlib.contextmanager
-def losses_translated(is_lost: Callable[[Exception], bool] = is_lost) -> Iterator[None]:
-    """Raise TransactionLost for an error by which the connection is lost: it is not the job's."""
+def losses_translated(is_loss: Callable[[Exception], bool]) -> Iterator[None]:
+    """Raise TransactionLost for a loss of the connection, which is no failure of the job."""
     try:
         yield
     except Exception as error:
-        if is_lost(error):
+        if is_loss(error):
             raise TransactionLost(LOST) from error
         raise
 

@@ -15,6 +15,7 @@ from pgdefer._text import escaped, full_type_name, logger, traceback_of, type_na
 from pgdefer.errors import EncodeError, PgDeferError, TransactionLost, refused_outcome
 from pgdefer.tasks.context import JobAborted, JobContext, JobTimeout, RetryLater
 from pgdefer.tasks.handling import FailurePolicy
+from pgdefer.tasks.raised import members
 from pgdefer.worker import memory, outcomes
 
 __all__ = [
@@ -113,9 +114,10 @@ def outcome_of(job: JobContext, policy: FailurePolicy | None, error: BaseExcepti
 
 
 def _raised(job: JobContext, policy: FailurePolicy | None, error: BaseException) -> str:
-    if (lost := _loss(error)) is not None:
-        job._error = lost
-        return outcomes.crashed(job.id, job.claim, lost)
+    for one in members(error):
+        if isinstance(one, TransactionLost):
+            job._error = one
+            return outcomes.crashed(job.id, job.claim, one)
     if is_late(job):
         return timed_out(job, policy, error)
     if isinstance(error, RetryLater) and policy is not None:
@@ -132,15 +134,6 @@ def _raised(job: JobContext, policy: FailurePolicy | None, error: BaseException)
             log.info("%r gave up: %s", job, error, extra=job._log_fields())
             return outcomes.aborted(job.id, job.claim, error)
     return failed(job, policy, error)
-
-
-def _loss(error: BaseException) -> TransactionLost | None:
-    """Return the loss of a transaction that an error is, or that a group of errors contains."""
-    if isinstance(error, TransactionLost):
-        return error
-    if isinstance(error, BaseExceptionGroup):
-        return next(filter(None, map(_loss, error.exceptions)), None)
-    return None
 
 
 def timed_out(job: JobContext, policy: FailurePolicy | None, error: BaseException | None) -> str:

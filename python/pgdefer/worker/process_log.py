@@ -23,10 +23,6 @@ __all__ = ["Forwarder", "Outbox", "receive"]
 
 log = logger("pgdefer.worker")
 
-# The attributes that every record has; all others are fields of the caller.
-_COMMON = frozenset(vars(logging.makeLogRecord({})))
-
-
 # How a message begins that is a log record.
 _RECORD = b"L"
 _OTHER = b"M"
@@ -113,7 +109,7 @@ def _pickled(record: logging.LogRecord) -> bytes:
         return pickle.dumps(record)
     except Exception:
         fields = vars(record)
-        for name in fields.keys() - _COMMON:
+        for name in fields:
             try:
                 pickle.dumps(fields[name])
             except Exception:

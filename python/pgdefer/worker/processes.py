@@ -31,7 +31,7 @@ LINGER = 2.0
 MAX_EARLY_DEATHS = 3
 # How long a process may take to start and to import a module, in seconds.
 MAX_PREPARATION = 300.0
-# How long to write log records that have come before a message, in seconds.
+# How much longer a wait for a message may take to write log records that have come, in seconds.
 DRAIN = 1.0
 # How often to check whether a job still waits for that, in seconds.
 LOOK_EVERY = 0.1

@@ -67,9 +67,7 @@ def test_a_job_that_blocks_the_loop_is_named(
 
 
 @pytest.mark.usefixtures("_looks_often")
-def test_a_loop_that_goes_on_is_asked_again(
-    app: App, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_loop_that_goes_on_is_asked_again(app: App, caplog: pytest.LogCaptureFixture) -> None:
     @app.task(name="twice")
     async def twice() -> None:
         for _ in range(2):
