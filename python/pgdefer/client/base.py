@@ -17,12 +17,15 @@ from pgdefer.database.callers_pool import CallersPool
 from pgdefer.database.callers_pool_async import AsyncCallersPool
 from pgdefer.database.pool import AsyncPool, SyncPool
 from pgdefer.database.source import AsyncPsycopgConnection, PsycopgConnection, Source
-from pgdefer.database.sql import Statement
+from pgdefer.database.sql import REGISTER_TASKS, TRY_REGISTER_TASKS, Statement
 from pgdefer.options import JobOptions, checked_mapping
 
-__all__ = ["ClientBase", "Refusal", "StandIn", "tasks_json"]
+__all__ = ["PATIENCE", "ClientBase", "Refusal", "StandIn", "registration", "tasks_json"]
 
 log = logger("pgdefer")
+
+#: How long the registration of all tasks waits for other transactions that register one of them.
+PATIENCE = "2 s"
 
 
 class StandIn(Protocol):
@@ -173,6 +176,16 @@ class ClientBase:
         """Remember and log that this role may not register tasks."""
         self._may_register = False
         log.info("this role may not register tasks: jobs get the defaults that workers register")
+
+
+def registration(
+    defaults: Mapping[str, JobOptions], patience: str | None = None
+) -> tuple[Statement, dict[str, str]]:
+    """Return the statement that registers tasks, and its parameters."""
+    parameters = {"tasks": tasks_json(defaults)}
+    if patience is None:
+        return REGISTER_TASKS, parameters
+    return TRY_REGISTER_TASKS, {**parameters, "patience": patience}
 
 
 def tasks_json(defaults: Mapping[str, JobOptions]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 
-from pgdefer.client.base import ClientBase, tasks_json
+from pgdefer.client.base import PATIENCE, ClientBase, registration
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyConnection, CallersConnection, Rows, check_given
 from pgdefer.database.callers_pool import lent
@@ -76,35 +76,48 @@ class ClientCalls(ClientBase):
         if callers is OWN:
             with self.pool.connection() as own:
                 if defaults:
-                    self.register(own)
+                    self._register_for(own, defaults)
                 yield own
             return
         if defaults and self.source.is_chosen:
             # The caller may hold the last connection, of the application's pool or of this one.
             with self.own_pool.connection(waits=False) as own:
-                self.register(own)
+                self._register_for(own, defaults)
         with lent(callers) as used:
             if defaults and not self.source.is_chosen:
                 # Only the caller's connection is known. A registration in its transaction may be
                 # rolled back with it, so nothing is remembered.
-                execute(used, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
+                execute(used, *registration(defaults))
             yield used
 
-    def register(self, connection: PsycopgConnection) -> None:
-        """Register the defaults of all tasks; the same defaults again change nothing."""
+    def _register_for(
+        self, connection: PsycopgConnection, defaults: Mapping[str, JobOptions]
+    ) -> None:
+        """Register all tasks; wait only for transactions that register these tasks, too."""
+        try:
+            self.register(connection, patience=PATIENCE)
+        except psycopg.errors.LockNotAvailable:
+            execute(connection, *registration(defaults))
+            self._registered.update(defaults)
+
+    def register(self, connection: PsycopgConnection, *, patience: str | None = None) -> None:
+        """Register the defaults of all tasks; the same defaults again change nothing.
+
+        With `patience` (an interval) it raises LockNotAvailable, and registers nothing, if another
+        transaction holds one of the tasks for longer.
+        """
         defaults = dict(self.defaults)
         try:
             with contextlib.ExitStack() as stack:
                 if not connection.autocommit:
                     stack.enter_context(connection.transaction())
-                execute(connection, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
+                execute(connection, *registration(defaults, patience))
         except psycopg.errors.InsufficientPrivilege:
             self.forbidden_to_register()
         except InvalidParameter:
             with connection.transaction(force_rollback=True):
                 for name, options in defaults.items():
                     with Naming(f"the task {name!r}"):
-                        parameters = {"tasks": tasks_json({name: options})}
-                        execute(connection, sql.REGISTER_TASKS, parameters)
+                        execute(connection, *registration({name: options}))
             raise
         self._registered.update(defaults)

@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 
-from pgdefer.client.base import ClientBase, tasks_json
+from pgdefer.client.base import PATIENCE, ClientBase, registration
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyAsyncConnection, CallersConnection, Rows, check_given
 from pgdefer.database.callers_pool_async import lent_async
@@ -79,35 +79,50 @@ class AsyncClientCalls(ClientBase):
         if callers is OWN:
             async with self.pool_async.connection() as own:
                 if defaults:
-                    await self.register_async(own)
+                    await self._register_for_async(own, defaults)
                 yield own
             return
         if defaults and self.source.is_chosen:
             # The caller may hold the last connection, of the application's pool or of this one.
             async with self.own_pool_async.connection(waits=False) as own:
-                await self.register_async(own)
+                await self._register_for_async(own, defaults)
         async with lent_async(callers) as used:
             if defaults and not self.source.is_chosen:
                 # Only the caller's connection is known. A registration in its transaction may be
                 # rolled back with it, so nothing is remembered.
-                await execute_async(used, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
+                await execute_async(used, *registration(defaults))
             yield used
 
-    async def register_async(self, connection: AsyncPsycopgConnection) -> None:
-        """Register the defaults of all tasks; the same defaults again change nothing."""
+    async def _register_for_async(
+        self, connection: AsyncPsycopgConnection, defaults: Mapping[str, JobOptions]
+    ) -> None:
+        """Register all tasks; wait only for transactions that register these tasks, too."""
+        try:
+            await self.register_async(connection, patience=PATIENCE)
+        except psycopg.errors.LockNotAvailable:
+            await execute_async(connection, *registration(defaults))
+            self._registered.update(defaults)
+
+    async def register_async(
+        self, connection: AsyncPsycopgConnection, *, patience: str | None = None
+    ) -> None:
+        """Register the defaults of all tasks; the same defaults again change nothing.
+
+        With `patience` (an interval) it raises LockNotAvailable, and registers nothing, if another
+        transaction holds one of the tasks for longer.
+        """
         defaults = dict(self.defaults)
         try:
             async with contextlib.AsyncExitStack() as stack:
                 if not connection.autocommit:
                     await stack.enter_async_context(connection.transaction())
-                await execute_async(connection, sql.REGISTER_TASKS, {"tasks": tasks_json(defaults)})
+                await execute_async(connection, *registration(defaults, patience))
         except psycopg.errors.InsufficientPrivilege:
             self.forbidden_to_register()
         except InvalidParameter:
             async with connection.transaction(force_rollback=True):
                 for name, options in defaults.items():
                     with Naming(f"the task {name!r}"):
-                        parameters = {"tasks": tasks_json({name: options})}
-                        await execute_async(connection, sql.REGISTER_TASKS, parameters)
+                        await execute_async(connection, *registration({name: options}))
             raise
         self._registered.update(defaults)

@@ -64,6 +64,12 @@ REGISTER_TASKS = Statement("""
     from jsonb_to_recordset(cast(cast(:tasks as text) as jsonb)) as t (name text, defaults jsonb)
 """)
 
+# REGISTER_TASKS that gives up where another transaction holds a task's row longer than `patience`.
+TRY_REGISTER_TASKS = Statement(f"""
+    {REGISTER_TASKS.text.strip()}
+    where set_config('lock_timeout', cast(:patience as text), true) <> ''
+""")
+
 # The two casts make drivers that look up the parameters' types pass them as text.
 DEFER = Statement("""
     select * from queue.defer(

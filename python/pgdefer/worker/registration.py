@@ -1,6 +1,6 @@
 """Registers a worker. Calls on the main connection are retried.
 
-Tests: integration/test_worker_heartbeats.py, integration/test_supervisor.py.
+Tests: integration/test_registration.py, integration/test_worker_heartbeats.py.
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import json
 import os
 import platform
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import psycopg
 
 from pgdefer._text import logger
 from pgdefer._version import __version__
+from pgdefer.client.base import PATIENCE, registration
 from pgdefer.database import sql
 from pgdefer.database.connection import Connection, ConnectionLost
+from pgdefer.database.execute_async import execute_async
 from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.source import AsyncPsycopgConnection
-from pgdefer.errors import WorkerGone, describe, sqlstate_of, translate
-from pgdefer.options import interval_text
+from pgdefer.errors import Naming, PgDeferError, WorkerGone, describe, sqlstate_of, translate
+from pgdefer.options import JobOptions, interval_text
 from pgdefer.tasks.registry import Registry
 from pgdefer.worker.completer import FATAL
 from pgdefer.worker.heartbeat import Heartbeat, clock
@@ -35,6 +37,9 @@ from pgdefer.worker.supervisor import SupervisorChannel
 __all__ = ["Refused", "Registration", "raise_fatal"]
 
 log = logger("pgdefer.worker")
+
+#: How long a worker waits for each task when another transaction holds at least one of them.
+NO_PATIENCE = "10 ms"
 
 
 class Refused(Exception):  # noqa: N818
@@ -86,11 +91,13 @@ class Registration:
         #: Whether the database has once taken its tasks, and its schedules if it registers any.
         self.was_accepted = False
         self._register_schedules = register_schedules
+        #: The tasks that are not registered yet, as other transactions hold them.
+        self._held: dict[str, JobOptions] = {}
 
     async def register(self) -> None:
         """Register the tasks, the schedules and the worker, and start its heartbeats."""
         registry = self._registry
-        await self._with_connection(registry.client.register_async)
+        await self._with_connection(self._register_tasks)
         if not self.was_accepted:
             # Only once: a schedule that was removed by hand stays removed.
             if self._register_schedules:
@@ -104,6 +111,45 @@ class Registration:
         )
         self._state.id = worker
         self._heartbeat.start(worker, registered_at)
+
+    async def _register_tasks(self, connection: AsyncPsycopgConnection) -> None:
+        """Register the tasks, but do not wait long for a transaction that registers one, too.
+
+        That may be any transaction in which a changed task is deferred for the first time.
+        """
+        client = self._registry.client
+        self._held = {}
+        try:
+            await client.register_async(connection, patience=PATIENCE)
+        except psycopg.errors.LockNotAvailable:
+            self._held = dict(client.defaults)
+            await self._register_held(connection)
+            if self._held:
+                log.warning(
+                    "an open transaction registers %s, too: until it ends, the defaults of this"
+                    " worker have no effect there",
+                    _listed(self._held),
+                )
+
+    async def _register_held(self, connection: AsyncPsycopgConnection) -> None:
+        """Register those tasks that other transactions held, unless they still do."""
+        for name, defaults in list(self._held.items()):
+            with contextlib.suppress(psycopg.errors.LockNotAvailable), Naming(f"the task {name!r}"):
+                await execute_async(connection, *registration({name: defaults}, NO_PATIENCE))
+                self._held.pop(name, None)
+
+    async def catch_up(self) -> None:
+        """Register tasks that could not be registered before, if there are any."""
+        if not self._held:
+            return
+        names = _listed(self._held)
+        try:
+            async with self._connection.lend() as connection:
+                await self._register_held(connection)
+        except (ConnectionLost, psycopg.Error, PgDeferError) as error:
+            log.warning("the tasks are not registered yet: %s", describe(error))
+        if not self._held:
+            log.info("registered now: %s", names)
 
     async def announce(self) -> None:
         """Report to the supervisor, then to the log, which worker this is.
@@ -196,6 +242,13 @@ class Registration:
         await self._state.pause(delays.next())
         if self._state.must_stop_at_once.is_set():
             raise Refused(describe(error)) from error
+
+
+def _listed(names: Iterable[str]) -> str:
+    """Return the first names, as text."""
+    first, *others = sorted(names)
+    shown = [repr(name) for name in (first, *others[:4])]
+    return ", ".join(shown) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
 
 
 def _overlap(one: str, other: str) -> bool:

@@ -271,7 +271,7 @@ class Worker:
             over=self._beat if source.notify_source is not None else None,
             is_needed=lambda: bool(self.executor.running),
         )
-        registration = Registration(
+        self._registration = Registration(
             self.app,
             self.state,
             self._connection,
@@ -291,7 +291,7 @@ class Worker:
             state=self.state,
             connection=self._connection,
             listener=self.listener,
-            registration=registration,
+            registration=self._registration,
             executor=self.executor,
             completer=self.completer,
             heartbeat=self.heartbeat,
@@ -452,6 +452,7 @@ class Worker:
         if aborts:
             self.executor.abort_some(aborts)
         self.executor.on_beat()
+        self._spawn(self._registration.catch_up())
 
     async def _beat(self, worker: int) -> Rows:
         """Send a heartbeat over the connection on which the worker listens."""

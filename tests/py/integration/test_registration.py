@@ -1,0 +1,84 @@
+"""Open transactions that register a task hold neither workers nor the defers of other tasks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgdefer import App, InvalidParameter, Worker
+
+from .conftest import Jobs, running, until
+
+pytestmark = pytest.mark.client
+
+Connection = psycopg.Connection[Any]
+Connect = Callable[..., Connection]
+
+
+@pytest.fixture
+def holder(connect: Connect) -> Connection:
+    """A connection whose open transaction has registered the task `changed`."""
+    holder = connect(autocommit=False)
+    holder.execute("""select queue.register_task('changed', '{"priority": 7}')""")
+    return holder
+
+
+def defaults_of(conn: Connection, task: str) -> object:
+    row = conn.execute("select defaults from queue.task where name = %s", (task,)).fetchone()
+    return row and row[0]
+
+
+async def test_a_worker_starts_and_registers_the_task_later(
+    app: App, conn: Connection, holder: Connection, jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "pgdefer.worker")
+
+    @app.task(name="changed", priority=3)
+    async def changed() -> None: ...
+
+    @app.task(name="another", priority=5)
+    async def another() -> None: ...
+
+    conn.execute("select queue.defer('another')")
+    async with running(app, heartbeat_every=0.2):
+        await jobs.end()
+        assert defaults_of(conn, "another") == {"priority": 5}
+        assert "an open transaction registers 'changed', too" in caplog.text
+        assert "registered now" not in caplog.text
+        holder.commit()
+        await until(lambda: "registered now: 'changed'" in caplog.text)
+    assert defaults_of(conn, "changed") == {"priority": 3}
+
+
+async def test_a_worker_refuses_a_wrong_task_meanwhile(app: App, holder: Connection) -> None:
+    @app.task(name="changed")
+    def changed() -> None: ...
+
+    @app.task(name="wrong", lock="x" * 3000)
+    def wrong() -> None: ...
+
+    with pytest.raises(InvalidParameter, match=r"^the task 'wrong': lock is too long"):
+        await Worker(app).run_async()
+
+
+async def test_only_defers_of_that_task_wait(
+    app: App, conn: Connection, holder: Connection, *, is_async: bool
+) -> None:
+    @app.task(name="changed")
+    def changed() -> None: ...
+
+    @app.task(name="another", priority=5)
+    def another() -> None: ...
+
+    job = await another.defer_async() if is_async else another.defer()
+    assert defaults_of(conn, "another") == {"priority": 5}
+    assert conn.execute("select priority from queue.jobs where id = %s", (job.id,)).fetchone() == (
+        5,
+    )
+    holder.commit()
+    changed.defer()
+    assert defaults_of(conn, "changed") == {}
