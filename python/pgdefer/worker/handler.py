@@ -152,7 +152,7 @@ def run_function(job: JobContext, pool: SyncPool, why: str) -> str | outcomes.Se
         return None if job._goes_back else outcome_of(job, RETRY_POLICY_ONLY, error)
     state, outcome, said = ended
     if outcome == "released":
-        log.warning("%r is %s: %s", job, state, why, extra=job._log_fields())
+        log.warning("%r was given back and is %s: %s", job, state, why, extra=job._log_fields())
     return outcomes.Settled(outcome, state, said or "")
 
 

@@ -135,7 +135,7 @@ class FunctionRunner:
         task = self._registry.tasks.get(claim.job.task)
         if task is None:
             hint = self._registry.import_hint
-            why = f"this worker does not know its task. To run it here: {hint}"
+            why = f"this worker does not know the task. To run it here: {hint}"
         else:  # known in another version
             why = task.versions.not_understood(claim.job._stored)
         function = functools.partial(context.run, run_function, claim.job, self._pool, why)
