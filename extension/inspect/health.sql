@@ -67,6 +67,7 @@ declare
   -- Workers that have been silent since before it count as dead only dead_after after it, as for reap.
   v_up_since timestamptz := queue._up_since();
   v_is_waiting boolean;
+  v_holder record;
   v_unadmitted constant text[] := array(select u.queue from queue._overdue_unadmitted(p_now) u);
 begin
   name := 'workers';
@@ -84,6 +85,9 @@ begin
   from (select w.*, w.gone_at is null and w.last_seen_at + w.dead_after < p_now
           and w.last_seen_at < v_up_since and v_up_since + w.dead_after >= p_now as is_awaited
         from queue.worker w) w;
+  select h.holder, h.fix into v_holder
+  from queue._claim_holders(array(select aj.id from queue.active_job aj join queue.worker w
+    on w.id = aj.worker_id where v_facts.dead > 0 and w.gone_at is not null)) h limit 1;
   -- Before the era has begun, no worker has come at all (_up_since).
   v_is_waiting := v_facts.awaited > 0 and v_up_since < p_now;
   status := case
@@ -91,12 +95,14 @@ begin
     when v_facts.alive = 0 then 'warn' else 'ok' end;
   detail := format('%s alive', v_facts.alive)
     || case when v_facts.dead > 0 then format(', %s dead and not reaped', v_facts.dead) else '' end
+    || coalesce(': ' || v_holder.holder || ' has locked a claim', '')
     || case when v_facts.awaited > 0
       then format(', %s silent since before the server started or was promoted', v_facts.awaited) else '' end
     || case when v_facts.alive = 0 and v_facts.jobs > 0
       then format(', %s ready or running', case when v_facts.jobs > 10000 then 'more than 10000 jobs'
         else queue._count_of(v_facts.jobs, 'job') end) else '' end;
-  fix := case when v_facts.dead > 0 then {{do_due_work}}
+  fix := case when v_holder.fix is not null then v_holder.fix
+              when v_facts.dead > 0 then {{do_due_work}}
               when v_facts.alive = 0 and v_is_waiting
                 then format('Wait: they have %s from then on to come back. If none does, start a worker:'
                   ' pgdefer worker -A MODULE', v_facts.patience)

@@ -21288,6 +21288,30 @@ begin
     else 'its concurrency key %s is full: job %s' end, v_name, v_text);
 end $$;
 
+-- inspect/claim_holders.sql
+-- Clients that froze in a transaction that had changed or locked a claim, so that nobody can end the claim.
+
+-- Returns whose open transactions have locked the claims of these running jobs, and what ends them, oldest
+-- first. xmax is the transaction that has locked the row. A savepoint that was released, or several
+-- transactions that hold the row together, are not found. A session's state is hidden from most other roles.
+create or replace function queue._claim_holders(p_ids bigint[])
+returns table (holder text, fix text) language plpgsql stable parallel safe security invoker rows 1 as $$
+begin
+  return query
+    select case when l.pid is null then format('prepared transaction %L', p.gid)
+        else concat('session ', l.pid, ' of ' || a.usename, ' (' || a.state || ')') end,
+      case when l.pid is null then format('rollback prepared %L', p.gid)
+        else format('select pg_terminate_backend(%s)', l.pid) end
+    from queue.active_job aj
+    join pg_locks l on l.locktype = 'transactionid' and l.mode = 'ExclusiveLock' and l.granted
+      and l.transactionid = aj.xmax
+    left join pg_stat_activity a on a.pid = l.pid
+    left join pg_prepared_xacts p on p.transaction = aj.xmax and l.pid is null
+    where aj.id = any (p_ids)
+    group by l.pid, a.usename, a.state, p.gid
+    order by min(age(aj.xmax)) desc;
+end $$;
+
 -- inspect/why.sql
 -- Why a job is not running: explanations in words.
 
@@ -21379,19 +21403,23 @@ comment on function queue.why(bigint) is
 -- gone; empty text if none of these applies.
 create or replace function queue._why_running(p_id bigint, p_claim bigint)
 returns text language plpgsql stable parallel safe security invoker as $$
+declare
+  v_outlook constant text := coalesce(
+    (select h.holder || ' has locked the claim, which can''t end before that transaction does'
+     from queue._claim_holders(array[p_id]) h limit 1),
+    'the next tick ends the claim');
 begin
   return coalesce((
       select format('; its timeout passed at %s; its handler could not be ended and still runs', o.timeout_at)
       from queue._overdue() o where o.id = p_id), '')
     || coalesce((
       select case when l.is_own and l.expires_at <= clock_timestamp()
-          then format('; its lease ended at %s: the next tick ends the claim', l.expires_at)
+          then format('; its lease ended at %s: %s', l.expires_at, v_outlook)
         when l.is_own then format('; its lease ends at %s', l.expires_at)
         else format('; its timeout ends at %s', l.expires_at - interval '10 s') end
       from queue.lease l where l.id = p_id and l.claim = p_claim), '')
     || coalesce((
-      select format('; its worker was last seen at %s and counts as dead: the next tick ends the claim',
-        w.last_seen_at)
+      select format('; its worker was last seen at %s and counts as dead: %s', w.last_seen_at, v_outlook)
       from queue.active_job aj
       join queue.worker w on w.id = aj.worker_id
       where aj.id = p_id and (w.gone_at is not null
@@ -23173,6 +23201,7 @@ declare
   -- Workers that have been silent since before it count as dead only dead_after after it, as for reap.
   v_up_since timestamptz := queue._up_since();
   v_is_waiting boolean;
+  v_holder record;
   v_unadmitted constant text[] := array(select u.queue from queue._overdue_unadmitted(p_now) u);
 begin
   name := 'workers';
@@ -23190,6 +23219,9 @@ begin
   from (select w.*, w.gone_at is null and w.last_seen_at + w.dead_after < p_now
           and w.last_seen_at < v_up_since and v_up_since + w.dead_after >= p_now as is_awaited
         from queue.worker w) w;
+  select h.holder, h.fix into v_holder
+  from queue._claim_holders(array(select aj.id from queue.active_job aj join queue.worker w
+    on w.id = aj.worker_id where v_facts.dead > 0 and w.gone_at is not null)) h limit 1;
   -- Before the era has begun, no worker has come at all (_up_since).
   v_is_waiting := v_facts.awaited > 0 and v_up_since < p_now;
   status := case
@@ -23197,12 +23229,14 @@ begin
     when v_facts.alive = 0 then 'warn' else 'ok' end;
   detail := format('%s alive', v_facts.alive)
     || case when v_facts.dead > 0 then format(', %s dead and not reaped', v_facts.dead) else '' end
+    || coalesce(': ' || v_holder.holder || ' has locked a claim', '')
     || case when v_facts.awaited > 0
       then format(', %s silent since before the server started or was promoted', v_facts.awaited) else '' end
     || case when v_facts.alive = 0 and v_facts.jobs > 0
       then format(', %s ready or running', case when v_facts.jobs > 10000 then 'more than 10000 jobs'
         else queue._count_of(v_facts.jobs, 'job') end) else '' end;
-  fix := case when v_facts.dead > 0 then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
+  fix := case when v_holder.fix is not null then v_holder.fix
+              when v_facts.dead > 0 then 'Start a worker, or call queue.tick() from pg_cron. For now: select * from queue.tick()'
               when v_facts.alive = 0 and v_is_waiting
                 then format('Wait: they have %s from then on to come back. If none does, start a worker:'
                   ' pgdefer worker -A MODULE', v_facts.patience)
