@@ -173,7 +173,10 @@ async def test_the_log_names_a_version_that_is_too_old(
     def t() -> None: ...
 
     app.defer("t", {"__version__": 1})
-    said = f"claim 1> was given back and is scheduled: its arguments have version 1, known here is {known}"
+    said = (
+        "claim 1> was given back and is scheduled: "
+        f"its arguments have version 1, known here is {known}"
+    )
     async with running(app):
         await until(lambda: said in caplog.text)
     assert "does not know" not in caplog.text
