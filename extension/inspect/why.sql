@@ -187,9 +187,18 @@ begin
   return coalesce(
     (select format('at its step %s it waits for %s %s%s', queue._step_name(w.step, w.no),
        case when w.signal is null then 'event' else 'signal' end, coalesce(w.signal, w.event),
-       coalesce(' until ' || w.until, ''))
+       coalesce(' until ' || w.until, '')) || queue._why_kept(p_id)
      from queue.suspended w where w.job_id = p_id),
     'the next fetch or tick continues it');
+end $$;
+
+-- The names of signals that a job has got and not taken, for queue.why(); empty text if there are none.
+create or replace function queue._why_kept(p_id bigint)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return coalesce((
+    select '; it has not taken these signals: ' || string_agg(r.name, ', ' order by r.name)
+    from (select distinct r.name from queue.received_signal r where r.job_id = p_id limit 10) r), '');
 end $$;
 
 -- What a scheduled job did last, for queue.why(): the step in which it sleeps, the step that has failed and

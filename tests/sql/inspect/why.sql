@@ -1,6 +1,6 @@
 -- check finds planted errors; why tells what a job waits for; peek shows the next jobs.
 
-select plan(118);
+select plan(119);
 
 set pgdefer.notify = off;
 
@@ -216,6 +216,8 @@ select is(queue.why(:waits), 'at its step w it waits for signal s', 'a wait that
 commit;
 select queue.tick() \g /dev/null
 select is(queue.why(:waits), 'at its step w it waits for signal s', 'a wait for a signal');
+select queue.signal(:waits, 'S'), queue.signal(:waits, 'S'), queue.signal(:waits, 'a') \g /dev/null
+select is(queue.why(:waits), 'at its step w it waits for signal s; it has not taken these signals: S, a', 'and signals of other names');
 select queue.retry(array[:need]) \g /dev/null
 select is(queue.why(:waits), format('it needs job %s (ready)', :need), 'its need is retried, and holds it first');
 select queue.cancel(:need) \g /dev/null
