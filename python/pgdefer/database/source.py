@@ -186,6 +186,10 @@ class Source:
                 self._server = self._server or EmbeddedServer()
                 if not self.is_chosen:
                     log.info("no database is named: jobs are in the embedded server's database")
+                    if "DATABASE_URL" in os.environ:
+                        log.warning(
+                            "DATABASE_URL is not used: pass it to App, or set %s to its value", DSN
+                        )
                 try:
                     self._dsn = self._server.ensure_running()
                 except (ServerError, OSError) as error:

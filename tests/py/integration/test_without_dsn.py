@@ -10,8 +10,10 @@ import psycopg
 import pytest
 
 from pgdefer import App
+from pgdefer.database import embedded
 from pgdefer.database.embedded import ServerError, temporary_server
 from pgdefer.database.pool import is_usable
+from pgdefer.database.source import DSN, LOCATING
 
 from .conftest import running, until
 
@@ -38,6 +40,22 @@ async def test_nothing_needs_to_be_set_up() -> None:
         with psycopg.connect(server.dsn(), autocommit=True) as conn:
             rows = conn.execute("select id, state, result from queue.jobs order by id").fetchall()
         assert rows == [(first.id, "succeeded", 3), (second.id, "succeeded", 7)]
+
+
+@pytest.mark.parametrize("is_set", [False, True])
+def test_a_variable_that_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_set: bool
+) -> None:
+    for name in (DSN, *LOCATING, "DATABASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    if is_set:
+        monkeypatch.setenv("DATABASE_URL", "postgresql://elsewhere/shop")
+    with temporary_server() as server:
+        monkeypatch.setattr(embedded, "EmbeddedServer", lambda: server)
+        with App() as app:
+            app.defer("t")
+            said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert any("DATABASE_URL is not used" in each for each in said) == is_set
 
 
 @pytest.mark.long
