@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, NoReturn, Protocol
 
+import psycopg
+
 from pgdefer._text import logger
 from pgdefer.codec import VERSION, Codec
 from pgdefer.database.callers import AnyPool, CallersConnection, Rows, is_pool
@@ -20,12 +22,30 @@ from pgdefer.database.source import AsyncPsycopgConnection, PsycopgConnection, S
 from pgdefer.database.sql import REGISTER_TASKS, TRY_REGISTER_TASKS, Statement
 from pgdefer.options import JobOptions, checked_mapping
 
-__all__ = ["PATIENCE", "ClientBase", "Refusal", "StandIn", "registration", "tasks_json"]
+__all__ = [
+    "HELD",
+    "NO_PATIENCE",
+    "PATIENCE",
+    "ClientBase",
+    "Refusal",
+    "StandIn",
+    "registration",
+    "tasks_json",
+]
 
 log = logger("pgdefer")
 
-#: How long the registration of all tasks waits for other transactions that register one of them.
-PATIENCE = "2 s"
+#: How long the registration of all tasks waits for other transactions that register one of them:
+#: less than deadlock_timeout.
+PATIENCE = "500 ms"
+#: How long that of one task waits when some are held.
+NO_PATIENCE = "10 ms"
+#: The errors of a registration that would have to wait: also for a role with a statement_timeout.
+HELD = (
+    psycopg.errors.LockNotAvailable,
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.QueryCanceled,
+)
 
 
 class StandIn(Protocol):
@@ -132,6 +152,8 @@ class ClientBase:
         self._max_connections = max_connections
         self._registered: dict[str, JobOptions] = {}
         self._may_register = True
+        #: Whether it registers all tasks at once: until a transaction holds one of them.
+        self._registers_all = True
         self.open_pools()
 
     def open_pools(self) -> None:

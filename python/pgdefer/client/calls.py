@@ -12,7 +12,7 @@ from typing import Any
 
 import psycopg
 
-from pgdefer.client.base import PATIENCE, ClientBase, registration
+from pgdefer.client.base import HELD, NO_PATIENCE, PATIENCE, ClientBase, registration
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyConnection, CallersConnection, Rows, check_given
 from pgdefer.database.callers_pool import lent
@@ -94,19 +94,27 @@ class ClientCalls(ClientBase):
         self, connection: PsycopgConnection, defaults: Mapping[str, JobOptions]
     ) -> None:
         """Register all tasks; wait only for transactions that register these tasks, too."""
-        try:
-            self.register(connection, patience=PATIENCE)
-        except psycopg.errors.LockNotAvailable:
-            execute(connection, *registration(defaults))
-            self._registered.update(defaults)
+        if self._registers_all:
+            try:
+                self.register(connection, patience=PATIENCE)
+            except HELD:
+                self._registers_all = False
+        if not self._registers_all:
+            self.register(connection, defaults)
 
-    def register(self, connection: PsycopgConnection, *, patience: str | None = None) -> None:
-        """Register the defaults of all tasks; the same defaults again change nothing.
+    def register(
+        self,
+        connection: PsycopgConnection,
+        defaults: Mapping[str, JobOptions] | None = None,
+        *,
+        patience: str | None = None,
+    ) -> None:
+        """Register the defaults of these tasks, or all; the same defaults again change nothing.
 
-        With `patience` (an interval) it raises LockNotAvailable, and registers nothing, if another
+        With `patience` (an interval) it raises one of HELD, and registers nothing, if another
         transaction holds one of the tasks for longer.
         """
-        defaults = dict(self.defaults)
+        defaults = dict(self.defaults if defaults is None else defaults)
         try:
             with contextlib.ExitStack() as stack:
                 if not connection.autocommit:
@@ -115,9 +123,20 @@ class ClientCalls(ClientBase):
         except psycopg.errors.InsufficientPrivilege:
             self.forbidden_to_register()
         except InvalidParameter:
-            with connection.transaction(force_rollback=True):
-                for name, options in defaults.items():
-                    with Naming(f"the task {name!r}"):
-                        execute(connection, *registration({name: options}))
+            self._name_wrong_task(connection, defaults)
             raise
         self._registered.update(defaults)
+
+    def _name_wrong_task(
+        self, connection: PsycopgConnection, defaults: Mapping[str, JobOptions]
+    ) -> None:
+        """Raise the error again with the name of the task whose defaults are refused."""
+        for name, options in defaults.items():
+            with contextlib.suppress(*HELD), Naming(f"the task {name!r}"):
+                self._check_task(connection, {name: options})
+
+    def _check_task(
+        self, connection: PsycopgConnection, defaults: Mapping[str, JobOptions]
+    ) -> None:
+        with connection.transaction(force_rollback=True):
+            execute(connection, *registration(defaults, NO_PATIENCE))

@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 
-from pgdefer.client.base import PATIENCE, ClientBase, registration
+from pgdefer.client.base import HELD, NO_PATIENCE, PATIENCE, ClientBase, registration
 from pgdefer.database import sql
 from pgdefer.database.callers import OWN, AnyAsyncConnection, CallersConnection, Rows, check_given
 from pgdefer.database.callers_pool_async import lent_async
@@ -97,21 +97,27 @@ class AsyncClientCalls(ClientBase):
         self, connection: AsyncPsycopgConnection, defaults: Mapping[str, JobOptions]
     ) -> None:
         """Register all tasks; wait only for transactions that register these tasks, too."""
-        try:
-            await self.register_async(connection, patience=PATIENCE)
-        except psycopg.errors.LockNotAvailable:
-            await execute_async(connection, *registration(defaults))
-            self._registered.update(defaults)
+        if self._registers_all:
+            try:
+                await self.register_async(connection, patience=PATIENCE)
+            except HELD:
+                self._registers_all = False
+        if not self._registers_all:
+            await self.register_async(connection, defaults)
 
     async def register_async(
-        self, connection: AsyncPsycopgConnection, *, patience: str | None = None
+        self,
+        connection: AsyncPsycopgConnection,
+        defaults: Mapping[str, JobOptions] | None = None,
+        *,
+        patience: str | None = None,
     ) -> None:
-        """Register the defaults of all tasks; the same defaults again change nothing.
+        """Register the defaults of these tasks, or all; the same defaults again change nothing.
 
-        With `patience` (an interval) it raises LockNotAvailable, and registers nothing, if another
+        With `patience` (an interval) it raises one of HELD, and registers nothing, if another
         transaction holds one of the tasks for longer.
         """
-        defaults = dict(self.defaults)
+        defaults = dict(self.defaults if defaults is None else defaults)
         try:
             async with contextlib.AsyncExitStack() as stack:
                 if not connection.autocommit:
@@ -120,9 +126,20 @@ class AsyncClientCalls(ClientBase):
         except psycopg.errors.InsufficientPrivilege:
             self.forbidden_to_register()
         except InvalidParameter:
-            async with connection.transaction(force_rollback=True):
-                for name, options in defaults.items():
-                    with Naming(f"the task {name!r}"):
-                        await execute_async(connection, *registration({name: options}))
+            await self._name_wrong_task_async(connection, defaults)
             raise
         self._registered.update(defaults)
+
+    async def _name_wrong_task_async(
+        self, connection: AsyncPsycopgConnection, defaults: Mapping[str, JobOptions]
+    ) -> None:
+        """Raise the error again with the name of the task whose defaults are refused."""
+        for name, options in defaults.items():
+            with contextlib.suppress(*HELD), Naming(f"the task {name!r}"):
+                await self._check_task_async(connection, {name: options})
+
+    async def _check_task_async(
+        self, connection: AsyncPsycopgConnection, defaults: Mapping[str, JobOptions]
+    ) -> None:
+        async with connection.transaction(force_rollback=True):
+            await execute_async(connection, *registration(defaults, NO_PATIENCE))

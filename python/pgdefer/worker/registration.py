@@ -19,10 +19,9 @@ import psycopg
 
 from pgdefer._text import logger
 from pgdefer._version import __version__
-from pgdefer.client.base import PATIENCE, registration
+from pgdefer.client.base import HELD, NO_PATIENCE, PATIENCE
 from pgdefer.database import sql
 from pgdefer.database.connection import Connection, ConnectionLost
-from pgdefer.database.execute_async import execute_async
 from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.source import AsyncPsycopgConnection
 from pgdefer.errors import Naming, PgDeferError, WorkerGone, describe, sqlstate_of, translate
@@ -38,8 +37,8 @@ __all__ = ["Refused", "Registration", "raise_fatal"]
 
 log = logger("pgdefer.worker")
 
-#: How long a worker waits for each task when another transaction holds at least one of them.
-NO_PATIENCE = "10 ms"
+#: For how long a worker tries to register tasks one by one, in seconds.
+CATCH_UP = 1.0
 
 
 class Refused(Exception):  # noqa: N818
@@ -121,33 +120,42 @@ class Registration:
         self._held = {}
         try:
             await client.register_async(connection, patience=PATIENCE)
-        except psycopg.errors.LockNotAvailable:
+        except HELD:
             self._held = dict(client.defaults)
             await self._register_held(connection)
             if self._held:
                 log.warning(
-                    "an open transaction registers %s, too: until it ends, the defaults of this"
-                    " worker have no effect there",
+                    "an open transaction registers tasks of this worker, too: until it ends, the"
+                    " worker's defaults have no effect for %s",
                     _listed(self._held),
                 )
 
     async def _register_held(self, connection: AsyncPsycopgConnection) -> None:
         """Register those tasks that other transactions held, unless they still do."""
+        end = clock() + CATCH_UP
         for name, defaults in list(self._held.items()):
-            with contextlib.suppress(psycopg.errors.LockNotAvailable), Naming(f"the task {name!r}"):
-                await execute_async(connection, *registration({name: defaults}, NO_PATIENCE))
-                self._held.pop(name, None)
+            if clock() > end:
+                return
+            self._held[name] = self._held.pop(name)  # the next time after the others
+            with contextlib.suppress(*HELD), Naming(f"the task {name!r}"):
+                only = {name: defaults}
+                await self._registry.client.register_async(connection, only, patience=NO_PATIENCE)
+                del self._held[name]
 
     async def catch_up(self) -> None:
-        """Register tasks that could not be registered before, if there are any."""
-        if not self._held:
+        """Register tasks that could not be registered before, if there are any.
+
+        Raises ConnectionLost. A worker that stops leaves them to its successors, whose defaults may
+        be newer.
+        """
+        if not self._held or self._state.is_stopping:
             return
         names = _listed(self._held)
         try:
             async with self._connection.lend() as connection:
                 await self._register_held(connection)
-        except (ConnectionLost, psycopg.Error, PgDeferError) as error:
-            log.warning("the tasks are not registered yet: %s", describe(error))
+        except (psycopg.Error, PgDeferError) as error:
+            log.warning("tasks are not registered yet: %s", describe(error))
         if not self._held:
             log.info("registered now: %s", names)
 

@@ -452,7 +452,15 @@ class Worker:
         if aborts:
             self.executor.abort_some(aborts)
         self.executor.on_beat()
-        self._spawn(self._registration.catch_up())
+        self._spawn(self._catch_up())
+
+    async def _catch_up(self) -> None:
+        try:
+            await self._registration.catch_up()
+        except ConnectionLost as error:
+            log.warning("tasks are not registered yet: %s", error)
+            if self._connection is self.listener:
+                self._on_connection_lost()
 
     async def _beat(self, worker: int) -> Rows:
         """Send a heartbeat over the connection on which the worker listens."""

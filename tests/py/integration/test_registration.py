@@ -8,8 +8,10 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
+from psycopg_pool import ConnectionPool
 
-from pgdefer import App, InvalidParameter, Worker
+from pgdefer import App, InvalidParameter, PgDeferError, Worker
 
 from .conftest import Jobs, running, until
 
@@ -47,22 +49,68 @@ async def test_a_worker_starts_and_registers_the_task_later(
     async with running(app, heartbeat_every=0.2):
         await jobs.end()
         assert defaults_of(conn, "another") == {"priority": 5}
-        assert "an open transaction registers 'changed', too" in caplog.text
+        assert "the worker's defaults have no effect for 'changed'" in caplog.text
         assert "registered now" not in caplog.text
         holder.commit()
         await until(lambda: "registered now: 'changed'" in caplog.text)
     assert defaults_of(conn, "changed") == {"priority": 3}
 
 
-async def test_a_worker_refuses_a_wrong_task_meanwhile(app: App, holder: Connection) -> None:
+@pytest.mark.parametrize("name", ["bad", "wrong"])
+async def test_a_worker_refuses_a_wrong_task_meanwhile(
+    app: App, holder: Connection, name: str
+) -> None:
     @app.task(name="changed")
     def changed() -> None: ...
 
-    @app.task(name="wrong", lock="x" * 3000)
+    @app.task(name=name, lock="x" * 3000)
     def wrong() -> None: ...
 
-    with pytest.raises(InvalidParameter, match=r"^the task 'wrong': lock is too long"):
+    with pytest.raises(InvalidParameter, match=rf"^the task '{name}': lock is too long"):
         await Worker(app).run_async()
+
+
+async def test_a_worker_may_lack_the_right_for_one_of_its_tasks_meanwhile(
+    conn: Connection, holder: Connection, dsn: str, jobs: Jobs
+) -> None:
+    conn.execute("""
+        create role serving login;
+        select queue.grant_access('serving', 'worker');
+        create function public.f(args jsonb) returns int language sql as 'select 1';
+        select queue.register_task('function', '{"function": "public.f"}')
+    """)
+    try:
+        app = App(make_conninfo(dsn, user="serving", options="-c statement_timeout=400ms"))
+
+        @app.task(name="changed")
+        def changed() -> None: ...
+
+        @app.task(name="function")
+        def function() -> None: ...
+
+        async with running(app):
+            conn.execute("select queue.defer('function')")
+            await jobs.end()
+    finally:
+        conn.execute("select queue.revoke_access('serving'); drop role serving")
+
+
+def test_a_registration_that_is_rolled_back_is_made_again(
+    dsn: str, conn: Connection, holder: Connection
+) -> None:
+    with ConnectionPool(dsn, min_size=1, max_size=1, open=True) as pool:
+        app = App(connection=pool)
+
+        @app.task(name="changed")
+        def changed() -> None: ...
+
+        @app.task(name="another", priority=5)
+        def another() -> None: ...
+
+        with pytest.raises(PgDeferError):
+            another.configure(needs=[1 << 40]).defer()
+        another.defer()
+        assert conn.execute("select priority from queue.jobs").fetchall() == [(5,)]
 
 
 async def test_only_defers_of_that_task_wait(
