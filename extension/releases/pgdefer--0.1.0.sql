@@ -21405,21 +21405,21 @@ create or replace function queue._why_running(p_id bigint, p_claim bigint)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
   v_outlook constant text := coalesce(
-    (select h.holder || ' has locked the claim, which can''t end before that transaction does'
+    (select format(': %s', h.holder) || ' has locked the claim, which can''t end before that transaction does'
      from queue._claim_holders(array[p_id]) h limit 1),
-    'the next tick ends the claim');
+    ': the next tick ends the claim');
 begin
   return coalesce((
       select format('; its timeout passed at %s; its handler could not be ended and still runs', o.timeout_at)
       from queue._overdue() o where o.id = p_id), '')
     || coalesce((
       select case when l.is_own and l.expires_at <= clock_timestamp()
-          then format('; its lease ended at %s: %s', l.expires_at, v_outlook)
+          then format('; its lease ended at %s%s', l.expires_at, v_outlook)
         when l.is_own then format('; its lease ends at %s', l.expires_at)
         else format('; its timeout ends at %s', l.expires_at - interval '10 s') end
       from queue.lease l where l.id = p_id and l.claim = p_claim), '')
     || coalesce((
-      select format('; its worker was last seen at %s and counts as dead: %s', w.last_seen_at, v_outlook)
+      select format('; its worker was last seen at %s and counts as dead%s', w.last_seen_at, v_outlook)
       from queue.active_job aj
       join queue.worker w on w.id = aj.worker_id
       where aj.id = p_id and (w.gone_at is not null
