@@ -17,6 +17,6 @@ begin
     left join pg_stat_activity a on a.pid = l.pid
     left join pg_prepared_xacts p on p.transaction = aj.xmax and l.pid is null
     where aj.id = any (p_ids)
-    group by l.pid, a.usename, a.state, p.gid
+    group by 1, 2
     order by min(age(aj.xmax)) desc;
 end $$;

@@ -21308,7 +21308,7 @@ begin
     left join pg_stat_activity a on a.pid = l.pid
     left join pg_prepared_xacts p on p.transaction = aj.xmax and l.pid is null
     where aj.id = any (p_ids)
-    group by l.pid, a.usename, a.state, p.gid
+    group by 1, 2
     order by min(age(aj.xmax)) desc;
 end $$;
 
@@ -21400,14 +21400,14 @@ comment on function queue.why(bigint) is
     ' how long it is paused or scheduled, or that no live worker serves its queue.';
 
 -- When the timeout or lease of a claim ends or has ended, that its timeout has passed, or that its worker is
--- gone; empty text if none of these applies.
+-- gone; and which open transaction has locked the claim. Empty text if none of these applies.
 create or replace function queue._why_running(p_id bigint, p_claim bigint)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
-  v_outlook constant text := coalesce(
-    (select format(': %s', h.holder) || ' has locked the claim, which can''t end before that transaction does'
-     from queue._claim_holders(array[p_id]) h limit 1),
-    ': the next tick ends the claim');
+  v_locked constant text := coalesce(
+    (select format('; %s has locked the claim, which can''t end before that transaction does', h.holder)
+     from queue._claim_holders(array[p_id]) h limit 1), '');
+  v_outlook constant text := case v_locked when '' then ': the next tick ends the claim' else '' end;
 begin
   return coalesce((
       select format('; its timeout passed at %s; its handler could not be ended and still runs', o.timeout_at)
@@ -21424,7 +21424,8 @@ begin
       join queue.worker w on w.id = aj.worker_id
       where aj.id = p_id and (w.gone_at is not null
           or greatest(w.last_seen_at, queue._up_since()) + w.dead_after < clock_timestamp())
-        and not exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own)), '');
+        and not exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own)), '')
+    || v_locked;
 end $$;
 
 -- How many of the starts in its queue and priority a job's share has had, for queue.why(). It counts at most
