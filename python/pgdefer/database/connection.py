@@ -103,6 +103,12 @@ class Connection:
                     close_now(connection)
                     raise
         self._left = None
+        if not self._source.pgbouncer:  # the session may serve another client next time
+            try:
+                await connection.execute(sql.BOUND_WAITS.psycopg)
+            except BaseException:
+                close_now(connection)
+                raise
         return connection
 
     def _opened(self, connection: AsyncPsycopgConnection) -> None:

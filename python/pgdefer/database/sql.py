@@ -49,6 +49,11 @@ READ_COMMITTED = Statement("set default_transaction_isolation to 'read committed
 # Psycopg reads times in this style only. The order of month and day, for what is typed in, stays.
 STYLES = Statement("set datestyle to iso; set intervalstyle to postgres")
 
+# For calls of a worker that wait for a row: it is long, so that it ends no wait for an operator.
+BOUND_WAITS = Statement("""
+    select set_config('lock_timeout', '10s', false) where current_setting('lock_timeout') = '0'
+""")
+
 SET_ZONE = Statement("select set_config('TimeZone', cast(:zone as text), false)")
 
 # Undoes what a handler may have left in its session; what the DSN sets remains.
@@ -148,6 +153,14 @@ FINISH_AND_FETCH = Statement(f"""
 
 FINISH_MANY = Statement("""
     select id, claim, state, error from queue.finish_many(cast(:outcomes as jsonb))
+""")
+
+# FINISH_MANY that gives up where another transaction holds a claim's row longer than `patience`.
+TRY_FINISH_MANY = Statement("""
+    select f.id, f.claim, f.state, f.error
+    from (select set_config('lock_timeout', cast(:patience as text), true) as patience offset 0) p
+    cross join lateral queue.finish_many(
+      case when p.patience <> '' then cast(:outcomes as jsonb) end) f
 """)
 
 HEARTBEAT = Statement("""

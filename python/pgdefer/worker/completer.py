@@ -43,6 +43,12 @@ FULL = frozenset({"53", "58"})
 MAX_CALL = 64_000_000
 MAX_OUTCOME = 256_000_000
 
+# How long a call waits for a claim that another transaction has locked, if that is to be expected;
+# how many such claims are tried again at once, and after how many seconds.
+PATIENCE = "500 ms"
+LOCKED_AT_ONCE = 2
+LOCKED_AGAIN = 10.0
+
 Outcome = tuple[Claim, str]
 
 
@@ -55,11 +61,21 @@ class Completer:
         self.since = 0.0
         #: Whether one of them may not be a success: only `send` can announce the states of those.
         self.has_others = False
+        #: Those whose claims are locked by open transactions, such as one that a handler has left.
+        #: The others do not wait for them.
+        self.locked: collections.deque[Outcome] = collections.deque()
+        #: When to send some of these again.
+        self.locked_until = 0.0
         #: Those that were refused because their claims had ended: `announce_ends` asks how.
         self.too_late: list[Outcome] = []
         self._announcer = announcer
         # How often an outcome was refused on its own.
         self._refused: collections.Counter[Claim] = collections.Counter()
+
+    @property
+    def left(self) -> list[Outcome]:
+        """All outcomes that are not written yet."""
+        return [*self.unsent, *self.locked]
 
     def add(self, claim: Claim, outcome: str) -> None:
         """Add the outcome of a claim."""
@@ -85,9 +101,15 @@ class Completer:
         self.unsent[:0] = sending
         self.has_others = self.has_others or bool(sending)
 
-    async def send(self, connection: Connection, sending: Sequence[Outcome]) -> None:
+    async def send(
+        self, connection: Connection, sending: Sequence[Outcome], *, patience: str | None = None
+    ) -> None:
         """Send outcomes without fetching jobs."""
-        rows = await connection.call(sql.FINISH_MANY, outcomes=outcomes_json(sending))
+        given = {"outcomes": outcomes_json(sending)}
+        if patience is None:
+            rows = await connection.call(sql.FINISH_MANY, **given)
+        else:
+            rows = await connection.call(sql.TRY_FINISH_MANY, **given, patience=patience)
         sent = {(claim.job.id, claim.job.claim): (claim, outcome) for claim, outcome in sending}
         for id, number, state, error in rows:
             if error is not None:
@@ -114,7 +136,7 @@ class Completer:
         unanswered = collections.deque(sending)
         try:
             try:
-                await self.send(connection, sending)
+                await self.send(connection, sending, patience=PATIENCE)
             except psycopg.Error:
                 is_full = False
                 while unanswered and (is_last or not is_full):
@@ -127,12 +149,21 @@ class Completer:
 
     async def send_all(self, connection: Connection) -> None:
         """Send all outcomes: as `send_apart`, for the last time."""
+        self.put_back(self.locked)
+        self.locked.clear()
         for _ in range(2):  # replacements of refused ones are sent the second time
             left = len(self.unsent)
             while left > 0:
                 sending = self.take()
                 left -= len(sending)
                 await self.send_apart(connection, sending, is_last=True)
+
+    async def send_locked(self, connection: Connection) -> None:
+        """Send some of the outcomes again whose claims were locked."""
+        for claim, outcome in list(self.locked)[:LOCKED_AT_ONCE]:
+            await self._send_one(connection, claim, outcome)
+            self.locked.popleft()
+        self.locked_until = clock() + LOCKED_AGAIN
 
     async def _send_one(self, connection: Connection, claim: Claim, outcome: str) -> bool:
         """Send an outcome; if the database can't store it, send the closest one that it can.
@@ -143,7 +174,13 @@ class Completer:
         job = claim.job
         for text in nearest(job, outcome, connection.encoding):
             try:
-                await self.send(connection, [(claim, text)])
+                await self.send(connection, [(claim, text)], patience=PATIENCE)
+            except psycopg.errors.LockNotAvailable:
+                said = "%r can't end: an open transaction has locked its claim; queue.why names it"
+                log.warning(said, job, extra=job._log_fields())
+                self.locked.append((claim, outcome))
+                self.locked_until = clock() + LOCKED_AGAIN
+                return False
             except psycopg.Error as error:
                 said = "the outcome of %r was refused: %s"
                 log.error(said, job, describe(error), extra=job._log_fields())

@@ -124,7 +124,7 @@ class Fetcher:
     @property
     def _has_work(self) -> bool:
         """Whether anything is claimed, runs, or has yet to be reported."""
-        return not self._executor.is_idle or bool(self._completer.unsent)
+        return not self._executor.is_idle or bool(self._completer.left)
 
     async def run(self) -> None:
         """Register, and fetch; connect again whenever the connection is lost."""
@@ -218,6 +218,8 @@ class Fetcher:
         while True:
             if self._lost_claim_checks or self._completer.too_late:
                 await self._make_up_for_losses()
+            if self._completer.locked and self._completer.locked_until <= clock():
+                await self._completer.send_locked(self._connection)
             free = self._free()
             if self._completer.unsent:
                 await self._gather_outcomes()
@@ -230,7 +232,7 @@ class Fetcher:
                 await self._round_trip(asking)
             elif free and self._is_dry:
                 await self._idle(free)
-            elif state.claims_no_more and executor.is_idle:
+            elif state.claims_no_more and executor.is_idle and self._may_leave:
                 return
             else:
                 await self._wait_for_slots()
@@ -246,6 +248,11 @@ class Fetcher:
         until = self._completer.since + MOMENT
         while self._executor.is_starting and clock() < until:  # noqa: ASYNC110 (one turn each)
             await asyncio.sleep(0)
+
+    @property
+    def _may_leave(self) -> bool:
+        """Whether no outcome is worth waiting for that can't be reported now."""
+        return not self._completer.locked or self._state.must_stop_at_once.is_set()
 
     # Slots
 
@@ -299,13 +306,17 @@ class Fetcher:
     async def _wait(self, seconds: float | None) -> bool:
         """Wait for a hint, an outcome or the end; return whether one of them came.
 
-        No longer than until lost claims are to be looked for.
+        No longer than until lost claims are to be looked for, or locked ones to be tried again.
         """
         if self._completer.unsent:
             self._state.forget_hint()
             return True
         if self._lost_claim_checks:
             due = max(self._lost_claim_checks[0] - asyncio.get_running_loop().time(), 0.0)
+            seconds = due if seconds is None else min(seconds, due)
+        if self._completer.locked:
+            due = max(self._completer.locked_until - clock(), 0.0)
+            due = min(due, 1.0) if self._state.is_stopping else due
             seconds = due if seconds is None else min(seconds, due)
         return await self._state.wait(seconds)
 
@@ -470,7 +481,8 @@ class Fetcher:
             if sending:
                 log.warning("outcomes were refused: %s", describe(error))
                 await self._completer.send_apart(self._connection, sending)
-            if may_be_taken_later(error) or not sending:
+            is_locked = isinstance(error, psycopg.errors.LockNotAvailable)
+            if not sending or (may_be_taken_later(error) and not is_locked):
                 await self._registration.try_again(error, self._refusals)
             self._state.hint()
             return None
@@ -527,7 +539,7 @@ class Fetcher:
         """Give back what the database has claimed for the worker, and the worker does not know."""
         rows = await self._connection.call(sql.CLAIMS, worker=worker)
         claims = [*self._executor.running, *self._executor.waiting]
-        claims += [claim for claim, _ in self._completer.unsent]
+        claims += [claim for claim, _ in self._completer.left]
         known = {(claim.job.id, claim.job.claim) for claim in claims}
         lost = [(id, number) for id, number in rows if (id, number) not in known]
         if lost:
@@ -541,8 +553,8 @@ class Fetcher:
         """Report what is left, and deregister."""
         if self._state.id is not None:
             await self._deregister(self._state.id, grace)
-        if self._completer.unsent:
-            log.error("outcomes that could not be reported: %d", len(self._completer.unsent))
+        if left := self._completer.left:
+            log.error("outcomes that could not be reported: %d", len(left))
 
     async def _deregister(self, worker: int, grace: float) -> None:
         self._state.id = None

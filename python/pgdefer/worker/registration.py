@@ -55,6 +55,7 @@ class Registration:
         connection: Connection,
         heartbeat: Heartbeat,
         *,
+        on_connection_lost: Callable[[], None],
         has_work: Callable[[], bool],
         name: str,
         queues: list[str] | None,
@@ -69,6 +70,7 @@ class Registration:
         self._state = state
         self._connection = connection
         self._heartbeat = heartbeat
+        self._on_connection_lost = on_connection_lost
         self._has_work = has_work
         self._name = name
         self._queues = queues
@@ -145,8 +147,7 @@ class Registration:
     async def catch_up(self) -> None:
         """Register tasks that could not be registered before, if there are any.
 
-        Raises ConnectionLost. A worker that stops leaves them to its successors, whose defaults may
-        be newer.
+        A worker that stops leaves them to its successors, whose defaults may be newer.
         """
         if not self._held or self._state.is_stopping:
             return
@@ -154,8 +155,10 @@ class Registration:
         try:
             async with self._connection.lend() as connection:
                 await self._register_held(connection)
-        except (psycopg.Error, PgDeferError) as error:
+        except (ConnectionLost, psycopg.Error, PgDeferError) as error:
             log.warning("tasks are not registered yet: %s", describe(error))
+            if isinstance(error, ConnectionLost):  # it may be the one on which the worker listens
+                self._on_connection_lost()
         if not self._held:
             log.info("registered now: %s", names)
 

@@ -157,7 +157,7 @@ class Worker:
     @property
     def unreported(self) -> int:
         """The number of outcomes that the database has not accepted: after the end, for good."""
-        return len(self.completer.unsent)
+        return len(self.completer.left)
 
     @property
     def unresponsive(self) -> int:
@@ -276,7 +276,8 @@ class Worker:
             self.state,
             self._connection,
             self.heartbeat,
-            has_work=lambda: not self.executor.is_idle or bool(self.completer.unsent),
+            on_connection_lost=self._on_connection_lost,
+            has_work=lambda: not self.executor.is_idle or bool(self.completer.left),
             name=self.name,
             queues=self.queues,
             slots=self.slots,
@@ -452,15 +453,7 @@ class Worker:
         if aborts:
             self.executor.abort_some(aborts)
         self.executor.on_beat()
-        self._spawn(self._catch_up())
-
-    async def _catch_up(self) -> None:
-        try:
-            await self._registration.catch_up()
-        except ConnectionLost as error:
-            log.warning("tasks are not registered yet: %s", error)
-            if self._connection is self.listener:
-                self._on_connection_lost()
+        self._spawn(self._registration.catch_up())
 
     async def _beat(self, worker: int) -> Rows:
         """Send a heartbeat over the connection on which the worker listens."""

@@ -10,7 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgdefer import App, Retry, Worker
+from pgdefer import App, Retry, Worker, current_job
 from pgdefer.database import connection, sql
 from pgdefer.worker import outcomes
 from pgdefer.worker.heartbeat import clock
@@ -254,3 +254,44 @@ async def test_outcomes_are_sent_while_a_worker_may_not_sleep(
         release.set()
         await until(lambda: list(jobs.states().values()) == ["succeeded"])
     app.close()
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_a_claim_that_a_transaction_left_behind_has_locked(
+    app: App,
+    dsn: str,
+    jobs: Jobs,
+    conn: Connection,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    stops: bool,
+) -> None:
+    """The other jobs run meanwhile, and the outcome is stored once that transaction has ended."""
+    left = []
+
+    @app.task(name="leaves")
+    async def leaves() -> str:
+        job = current_job()
+        connection = psycopg.connect(dsn)
+        connection.execute("select queue.set_progress(%s, %s, 5)", (job.id, job.claim))
+        left.append(connection)
+        return "done"
+
+    @app.task(name="other")
+    async def other() -> None: ...
+
+    job = leaves.defer()
+    async with running(app, concurrency=2) as worker:
+        await until(lambda: left)
+        others = [other.defer().id for _ in range(3)]
+        await jobs.end(*others)
+        assert jobs.states()[job.id] == "running"
+        await until(lambda: "can't end: an open transaction has locked its claim" in caplog.text)
+        assert f"session {left[0].info.backend_pid} " in job.why()
+        if stops:
+            worker.stop()
+        left[0].rollback()
+        left[0].close()
+        assert await job.result_async(100) == "done"
+    assert jobs.states()[job.id] == "succeeded"
+    assert jobs.attempts() == []

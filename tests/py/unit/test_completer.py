@@ -36,7 +36,7 @@ class Database:
         self._refused = set(refused)
 
     async def call(self, statement: sql.Statement, **given: Any) -> list[Any]:
-        assert statement is sql.FINISH_MANY
+        assert statement in (sql.FINISH_MANY, sql.TRY_FINISH_MANY)
         self.calls.append(given["outcomes"])
         if error := self._answers.get(len(self.calls)):
             raise error

@@ -78,7 +78,7 @@ def test_statements_only_call_the_queue() -> None:
     allowed = {"HAS_EXTENSION", "CREATE_EXTENSION", "UPDATE_EXTENSION", "DROP_EXTENSION"}
     allowed |= {"AFTER_PLAIN_CODE", "AFTER_PLAIN_MESSAGES", "READ_COMMITTED"}
     allowed |= {"SET_STATEMENT_TIMEOUT", "HIDE_SENSITIVE", "UNDO", "STYLES", "SET_ZONE"}
-    allowed |= {"MAY_HAVE_WRITTEN"}
+    allowed |= {"MAY_HAVE_WRITTEN", "BOUND_WAITS"}
     allowed |= {"MAY_DUMP", "MAY_RESTORE"}  # before programs of PostgreSQL
     assert {n for n, text in statements.items() if " queue." not in text} == allowed
 
