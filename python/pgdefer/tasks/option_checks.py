@@ -16,7 +16,7 @@ from typing import Any
 
 from pgdefer.options import ENDED, IN_TEMPLATES
 
-__all__ = ["check_cron", "check_options", "check_templates"]
+__all__ = ["check_cron", "check_options", "check_sensitive", "check_templates"]
 
 # The greatest value of each field of a cron expression, beginning with the seconds.
 FIELD_MAXIMA = (59, 59, 23, 31, 12, 7)
@@ -155,6 +155,17 @@ def check_templates(what: str, options: Mapping[str, Any], arguments: Collection
                 raise ValueError(
                     f"{what}: {name} names {{{field}}}, which is no argument: it takes {takes}"
                 )
+
+
+def check_sensitive(what: str, options: Mapping[str, Any], arguments: Collection[str]) -> None:
+    """Raise ValueError if a sensitive path begins with no argument, and so hides nothing."""
+    for path in options.get("sensitive") or ():
+        name = re.match(r"(\w+)(?=[.[]|$)", str(path))  # the database checks the rest
+        if name is not None and name[1] not in arguments:
+            takes = ", ".join(sorted(arguments)) or "none"
+            raise ValueError(
+                f"{what}: sensitive names {name[1]!r}, which is no argument: it takes {takes}"
+            )
 
 
 def check_cron(what: str, cron: Any) -> None:

@@ -22,7 +22,7 @@ from pgdefer.tasks.deferrable_async import AsyncDeferrable
 from pgdefer.tasks.handling import Execution, FailurePolicy, HandlingOptions
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.middleware import check_middleware, check_task_middleware
-from pgdefer.tasks.option_checks import check_options, check_templates
+from pgdefer.tasks.option_checks import check_options, check_sensitive, check_templates
 from pgdefer.tasks.parameters import Parameters
 from pgdefer.tasks.versions import UpgradeT, Versions
 
@@ -107,6 +107,8 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
         )
         if parameters.keywords is None:
             check_templates(what, rest, parameters.allowed)
+            if version == 1:  # else jobs of older versions may have it
+                check_sensitive(what, rest, parameters.allowed)
         super().__init__(client, name, parameters, {}, OWN)
         self.__doc__ = function.__doc__
         self.__name__ = getattr(function, "__name__", name)

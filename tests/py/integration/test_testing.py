@@ -359,6 +359,21 @@ def test_immediate_mode(shop: Shop, queue: TestQueue) -> None:
     assert len(shop.notes) == 2
 
 
+async def test_a_coroutine_knows_its_job_in_a_call_that_blocks_the_loop(
+    shop: Shop, queue: TestQueue
+) -> None:
+    @shop.app.task(name="who")
+    async def who() -> int:
+        await asyncio.sleep(0)
+        return current_job().id
+
+    job = who.defer()
+    assert [ran.result for ran in queue.run()] == [job.id]
+    with queue.immediate():
+        job = who.defer()
+    assert job.result() == job.id
+
+
 async def test_immediate_mode_of_coroutines(shop: Shop, queue: TestQueue) -> None:
     with queue.immediate():
         await shop.greet_async.defer_async("Ann")
