@@ -12942,6 +12942,7 @@ declare
   v_upto bigint;
   v_ids bigint[];
   v_sent record;
+  v_replaced record;
   v_timeout constant text := current_setting('lock_timeout');
 begin
   if to_regclass('queue.installation') is null then perform queue._check_installed(); end if;
@@ -12960,6 +12961,16 @@ begin
     perform queue._admit_gated(v_ids);
     update queue.rehearsal r set upto = v_ids[cardinality(v_ids)];
   end if;
+  for v_replaced in
+    with gone as (
+      delete from queue.pending_settlement h where h.xid = v_own and h.kind = 'replace'
+      returning h.job_id, h.payload)
+    select g.job_id, g.payload
+    from gone g join queue.queueing_lock k on k.key = g.payload ->> 'key' and k.job_id = g.job_id
+      and k.replacing = (g.payload ->> 'seq')::bigint  -- only the last replacement counts
+  loop
+    perform queue._apply_replacement(v_replaced.job_id, v_replaced.payload);
+  end loop;
   with gone as (
     delete from queue.pending_settlement h where h.xid = v_own and h.kind in ('signal', 'event', 'group')
     returning h.job_id, h.kind)

@@ -1,6 +1,6 @@
 -- Rehearsing: one transaction defers, admits, fetches and finishes, and is rolled back.
 
-select plan(29);
+select plan(32);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.register_task('flaky', '{"retry": {"max_attempts": 2}}') \g /dev/null
@@ -74,6 +74,19 @@ select queue.rehearse() \g /dev/null
 select id, claim from queue.fetch(:worker) \gset
 select queue.succeed(:id, :claim);
 select is(pg_temp.run(:worker), 'b succeeded', 'the settlement that succeed appends is settled');
+
+select queue.defer('debounced', format('{"n": %s}', n)::jsonb, queueing_lock => 'q', options => '{"on_conflict": "replace"}')
+from generate_series(1, 3) n \g /dev/null
+select queue.rehearse() \g /dev/null
+select is((select f.args::text from queue.fetch(:worker) f), '{"n": 3}', 'a job that was replaced twice runs once, with the last args');
+select queue.defer('debounced', '{}', queueing_lock => 'r'), queue.rehearse() \g /dev/null
+select queue.defer('debounced', '{"n": 5}', queueing_lock => 'r', options => '{"on_conflict": "replace"}') \g /dev/null
+savepoint s;
+select queue.defer('debounced', '{"n": 6}', queueing_lock => 'r', options => '{"on_conflict": "replace"}') \g /dev/null
+rollback to savepoint s;
+select queue.rehearse() \g /dev/null
+select is((select f.args::text from queue.fetch(:worker) f), '{"n": 5}', 'also one that was admitted before');
+select is(pg_temp.run(:worker), 'nothing', 'and neither runs again');
 
 savepoint s;
 select queue.defer('undone') \g /dev/null
