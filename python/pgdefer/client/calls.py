@@ -99,8 +99,9 @@ class ClientCalls(ClientBase):
                 self.register(connection, patience=PATIENCE)
             except HELD:
                 self._registers_all = False
-        if not self._registers_all:
-            self.register(connection, defaults)
+        for name, options in () if self._registers_all else defaults.items():
+            with Naming(f"the task {name!r}"):
+                self.register(connection, {name: options})
 
     def register(
         self,
@@ -112,7 +113,8 @@ class ClientCalls(ClientBase):
         """Register the defaults of these tasks, or all; the same defaults again change nothing.
 
         With `patience` (an interval) it raises one of HELD, and registers nothing, if another
-        transaction holds one of the tasks for longer.
+        transaction holds one of the tasks for longer. With several tasks, nobody else may use the
+        connection meanwhile.
         """
         defaults = dict(self.defaults if defaults is None else defaults)
         try:
@@ -123,7 +125,8 @@ class ClientCalls(ClientBase):
         except psycopg.errors.InsufficientPrivilege:
             self.forbidden_to_register()
         except InvalidParameter:
-            self._name_wrong_task(connection, defaults)
+            if len(defaults) > 1:
+                self._name_wrong_task(connection, defaults)
             raise
         self._registered.update(defaults)
 

@@ -102,8 +102,9 @@ class AsyncClientCalls(ClientBase):
                 await self.register_async(connection, patience=PATIENCE)
             except HELD:
                 self._registers_all = False
-        if not self._registers_all:
-            await self.register_async(connection, defaults)
+        for name, options in () if self._registers_all else defaults.items():
+            with Naming(f"the task {name!r}"):
+                await self.register_async(connection, {name: options})
 
     async def register_async(
         self,
@@ -115,7 +116,8 @@ class AsyncClientCalls(ClientBase):
         """Register the defaults of these tasks, or all; the same defaults again change nothing.
 
         With `patience` (an interval) it raises one of HELD, and registers nothing, if another
-        transaction holds one of the tasks for longer.
+        transaction holds one of the tasks for longer. With several tasks, nobody else may use the
+        connection meanwhile.
         """
         defaults = dict(self.defaults if defaults is None else defaults)
         try:
@@ -126,7 +128,8 @@ class AsyncClientCalls(ClientBase):
         except psycopg.errors.InsufficientPrivilege:
             self.forbidden_to_register()
         except InvalidParameter:
-            await self._name_wrong_task_async(connection, defaults)
+            if len(defaults) > 1:
+                await self._name_wrong_task_async(connection, defaults)
             raise
         self._registered.update(defaults)
 

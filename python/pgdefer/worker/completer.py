@@ -148,21 +148,25 @@ class Completer:
             raise
 
     async def send_all(self, connection: Connection) -> None:
-        """Send all outcomes: as `send_apart`, for the last time."""
-        self.put_back(self.locked)
-        self.locked.clear()
+        """Send all outcomes: as `send_apart`, for the last time; then those that were locked."""
         for _ in range(2):  # replacements of refused ones are sent the second time
             left = len(self.unsent)
             while left > 0:
                 sending = self.take()
                 left -= len(sending)
                 await self.send_apart(connection, sending, is_last=True)
+        await self.send_locked(connection)
 
     async def send_locked(self, connection: Connection) -> None:
-        """Send some of the outcomes again whose claims were locked."""
-        for claim, outcome in list(self.locked)[:LOCKED_AT_ONCE]:
+        """Send the outcomes again whose claims were locked, until some of these still are."""
+        still_locked = 0
+        for claim, outcome in list(self.locked):
+            count = len(self.locked)
             await self._send_one(connection, claim, outcome)
+            still_locked += len(self.locked) - count
             self.locked.popleft()
+            if still_locked == LOCKED_AT_ONCE:
+                break
         self.locked_until = clock() + LOCKED_AGAIN
 
     async def _send_one(self, connection: Connection, claim: Claim, outcome: str) -> bool:

@@ -5,6 +5,7 @@ Tests: integration/test_registration.py, integration/test_worker_heartbeats.py.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime as dt
 import functools
@@ -94,6 +95,7 @@ class Registration:
         self._register_schedules = register_schedules
         #: The tasks that are not registered yet, as other transactions hold them.
         self._held: dict[str, JobOptions] = {}
+        self._is_catching_up = False
 
     async def register(self) -> None:
         """Register the tasks, the schedules and the worker, and start its heartbeats."""
@@ -134,24 +136,30 @@ class Registration:
 
     async def _register_held(self, connection: AsyncPsycopgConnection) -> None:
         """Register those tasks that other transactions held, unless they still do."""
-        end = clock() + CATCH_UP
+        client, end = self._registry.client, clock() + CATCH_UP
         for name, defaults in list(self._held.items()):
             if clock() > end:
                 return
-            self._held[name] = self._held.pop(name)  # the next time after the others
-            with contextlib.suppress(*HELD), Naming(f"the task {name!r}"):
-                only = {name: defaults}
-                await self._registry.client.register_async(connection, only, patience=NO_PATIENCE)
-                del self._held[name]
+            self._held.pop(name, None)
+            try:
+                with Naming(f"the task {name!r}"):
+                    only = {name: defaults}
+                    await client.register_async(connection, only, patience=NO_PATIENCE)
+            except HELD:
+                self._held[name] = defaults  # the next time after the others
+            except (ConnectionLost, psycopg.Error, asyncio.CancelledError):
+                self._held[name] = defaults
+                raise
 
     async def catch_up(self) -> None:
         """Register tasks that could not be registered before, if there are any.
 
         A worker that stops leaves them to its successors, whose defaults may be newer.
         """
-        if not self._held or self._state.is_stopping:
+        if not self._held or self._state.is_stopping or self._is_catching_up:
             return
         names = _listed(self._held)
+        self._is_catching_up = True
         try:
             async with self._connection.lend() as connection:
                 await self._register_held(connection)
@@ -159,8 +167,11 @@ class Registration:
             log.warning("tasks are not registered yet: %s", describe(error))
             if isinstance(error, ConnectionLost):  # it may be the one on which the worker listens
                 self._on_connection_lost()
-        if not self._held:
-            log.info("registered now: %s", names)
+        else:
+            if not self._held:
+                log.info("registered now: %s", names)
+        finally:
+            self._is_catching_up = False
 
     async def announce(self) -> None:
         """Report to the supervisor, then to the log, which worker this is.

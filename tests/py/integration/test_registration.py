@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -130,3 +131,29 @@ async def test_only_defers_of_that_task_wait(
     holder.commit()
     changed.defer()
     assert defaults_of(conn, "changed") == {}
+
+
+async def test_a_task_that_is_refused_later_disturbs_no_fetch(
+    app: App, conn: Connection, holder: Connection, jobs: Jobs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The worker registers it on the connection on which it fetches."""
+    ran: list[int] = []
+
+    @app.task(name="work")
+    async def work(i: int) -> None:
+        ran.append(i)
+
+    @app.task(name="changed", lock="{card}", sensitive=["card"])
+    async def changed(card: str) -> None: ...
+
+    async with running(app, heartbeat_every=0.05) as worker:
+        await until(lambda: worker.id is not None)
+        holder.rollback()
+        deferred = 0
+        while "tasks are not registered yet" not in caplog.text or deferred < 2000:
+            work.defer_many([{"i": deferred + i} for i in range(20)])
+            deferred += 20
+            await asyncio.sleep(0)
+        await jobs.end()
+    assert sorted(ran) == list(range(deferred))
+    assert caplog.text.count("tasks are not registered yet") == 1

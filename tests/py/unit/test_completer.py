@@ -129,3 +129,17 @@ async def test_a_loss_amid_outcomes_that_are_sent_alone() -> None:
     await sender.send_all(cast("Connection", database))
     assert sent(database) == [[1, 2, 3], [1], [2], [2, 3]]
     assert taken.ids == [1, 2, 3]
+
+
+async def test_locked_outcomes_go_at_once_when_they_may() -> None:
+    """While some are still locked, two are tried, and the others next time."""
+    locked = psycopg.errors.LockNotAvailable("canceling statement due to lock timeout")
+    taken, database = Taken(), Database(dict.fromkeys([*range(1, 8), 9], locked))
+    sender = filled(taken, [100] * 5)
+    await sender.send_apart(cast("Connection", database), sender.take())
+    assert (sender.unsent, len(sender.locked)) == ([], 5)
+    await sender.send_locked(cast("Connection", database))
+    assert sent(database)[6:] == [[1], [2], [3]]
+    await sender.send_locked(cast("Connection", database))
+    assert taken.ids == [2, 4, 5, 1, 3]
+    assert sender.left == []
