@@ -100,8 +100,7 @@ class ClientCalls(ClientBase):
             except HELD:
                 self._registers_all = False
         for name, options in () if self._registers_all else defaults.items():
-            with Naming(f"the task {name!r}"):
-                self.register(connection, {name: options})
+            self.register(connection, {name: options})
 
     def register(
         self,
@@ -127,7 +126,9 @@ class ClientCalls(ClientBase):
         except InvalidParameter:
             if len(defaults) > 1:
                 self._name_wrong_task(connection, defaults)
-            raise
+                raise
+            with Naming(f"the task {next(iter(defaults))!r}"):
+                raise
         self._registered.update(defaults)
 
     def _name_wrong_task(

@@ -103,8 +103,7 @@ class AsyncClientCalls(ClientBase):
             except HELD:
                 self._registers_all = False
         for name, options in () if self._registers_all else defaults.items():
-            with Naming(f"the task {name!r}"):
-                await self.register_async(connection, {name: options})
+            await self.register_async(connection, {name: options})
 
     async def register_async(
         self,
@@ -130,7 +129,9 @@ class AsyncClientCalls(ClientBase):
         except InvalidParameter:
             if len(defaults) > 1:
                 await self._name_wrong_task_async(connection, defaults)
-            raise
+                raise
+            with Naming(f"the task {next(iter(defaults))!r}"):
+                raise
         self._registered.update(defaults)
 
     async def _name_wrong_task_async(

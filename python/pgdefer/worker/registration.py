@@ -25,7 +25,7 @@ from pgdefer.database import sql
 from pgdefer.database.connection import Connection, ConnectionLost
 from pgdefer.database.growing_delay import GrowingDelay
 from pgdefer.database.source import AsyncPsycopgConnection
-from pgdefer.errors import Naming, PgDeferError, WorkerGone, describe, sqlstate_of, translate
+from pgdefer.errors import PgDeferError, WorkerGone, describe, sqlstate_of, translate
 from pgdefer.options import JobOptions, interval_text
 from pgdefer.tasks.registry import Registry
 from pgdefer.worker.completer import FATAL
@@ -142,9 +142,8 @@ class Registration:
                 return
             self._held.pop(name, None)
             try:
-                with Naming(f"the task {name!r}"):
-                    only = {name: defaults}
-                    await client.register_async(connection, only, patience=NO_PATIENCE)
+                only = {name: defaults}
+                await client.register_async(connection, only, patience=NO_PATIENCE)
             except HELD:
                 self._held[name] = defaults  # the next time after the others
             except (ConnectionLost, psycopg.Error, asyncio.CancelledError):
