@@ -12931,7 +12931,7 @@ end $$;
 -- admission would after its COMMIT. From now on its COMMIT is refused, because the next admission would do
 -- all of this a second time.
 -- Locks: the admission lock, waited for and held until ROLLBACK, even while the client is waited for. So it
--- is meant for databases of tests, and only the owner may call it.
+-- is meant for databases of tests, and only the owner may call it. Then those of _apply_replacement.
 -- Why no wake-up is lost: other sessions see nothing of this transaction.
 -- Raises: QJ008.
 create or replace function queue.rehearse()

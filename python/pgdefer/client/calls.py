@@ -134,7 +134,11 @@ class ClientCalls(ClientBase):
     def _name_wrong_task(
         self, connection: PsycopgConnection, defaults: Mapping[str, JobOptions]
     ) -> None:
-        """Raise the error again with the name of the task whose defaults are refused."""
+        """Raise the error again with the name of the task whose defaults are refused.
+
+        Each is tried in a transaction that is rolled back: tasks beside a wrong one stay as they
+        are.
+        """
         for name, options in defaults.items():
             with contextlib.suppress(*HELD), Naming(f"the task {name!r}"):
                 self._check_task(connection, {name: options})

@@ -137,7 +137,11 @@ class AsyncClientCalls(ClientBase):
     async def _name_wrong_task_async(
         self, connection: AsyncPsycopgConnection, defaults: Mapping[str, JobOptions]
     ) -> None:
-        """Raise the error again with the name of the task whose defaults are refused."""
+        """Raise the error again with the name of the task whose defaults are refused.
+
+        Each is tried in a transaction that is rolled back: tasks beside a wrong one stay as they
+        are.
+        """
         for name, options in defaults.items():
             with contextlib.suppress(*HELD), Naming(f"the task {name!r}"):
                 await self._check_task_async(connection, {name: options})

@@ -49,7 +49,8 @@ READ_COMMITTED = Statement("set default_transaction_isolation to 'read committed
 # Psycopg reads times in this style only. The order of month and day, for what is typed in, stays.
 STYLES = Statement("set datestyle to iso; set intervalstyle to postgres")
 
-# For calls of a worker that wait for a row: it is long, so that it ends no wait for an operator.
+# Bounds how long a worker's calls wait for a row that a transaction has locked. An operator's call
+# holds rows for no longer than that.
 BOUND_WAITS = Statement("""
     select set_config('lock_timeout', '10s', false) where current_setting('lock_timeout') = '0'
 """)
