@@ -85,18 +85,6 @@ begin
     from queue.active_job aj join queue.lane l on l.lane = aj.lane
     where aj.claim is null and l.tag_base is null and aj.deadline < '{{end_of_tags}}';
   return query
-    select 'a job with a tag whose share has none'::text, aj.id, coalesce(j.options ->> 'share', '')
-    from queue.active_job aj
-    join queue.lane l on l.lane = aj.lane
-    join queue.job_now j on j.id = aj.id
-    -- Later tags are from before a change of weights, which has forgotten the tags of shares.
-    where aj.claim is null and aj.deadline >= l.tag_base and aj.deadline < l.tag_base + interval '1 year'
-      and j.tag is null
-      and not exists (
-        select from queue.share_tag t
-        where t.queue = l.queue and t.priority = l.priority and t.key = ''
-          and t.share = coalesce(j.options ->> 'share', ''));
-  return query
     select 'a share with two tags'::text, null::bigint,
       format('%s, priority %s, key %s, share %s', t.queue, t.priority, t.key, t.share)
     from queue.share_tag t group by t.queue, t.priority, t.key, t.share having count(*) > 1;

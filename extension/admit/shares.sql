@@ -263,7 +263,9 @@ begin
 end $$;
 
 -- Moves shares back for jobs that will not start there, because they have ended or go to another queue or
--- priority.
+-- priority. Later jobs of the share that are ready keep their tags, because no index finds them. So jobs that
+-- come later may start before them. But the share keeps its turns, also if its jobs expire faster than they
+-- start.
 -- Locks: the caller holds the admission lock; the jobs are in no lane. Why no wake-up is lost: no job becomes
 -- ready.
 create or replace function queue._return_tags(p_ids bigint[])

@@ -7266,7 +7266,9 @@ begin
 end $$;
 
 -- Moves shares back for jobs that will not start there, because they have ended or go to another queue or
--- priority.
+-- priority. Later jobs of the share that are ready keep their tags, because no index finds them. So jobs that
+-- come later may start before them. But the share keeps its turns, also if its jobs expire faster than they
+-- start.
 -- Locks: the caller holds the admission lock; the jobs are in no lane. Why no wake-up is lost: no job becomes
 -- ready.
 create or replace function queue._return_tags(p_ids bigint[])
@@ -8195,18 +8197,6 @@ begin
     select 'a tag in a lane without tags'::text, aj.id, format('lane %s', aj.lane)
     from queue.active_job aj join queue.lane l on l.lane = aj.lane
     where aj.claim is null and l.tag_base is null and aj.deadline < '0001-01-01 00:00+00';
-  return query
-    select 'a job with a tag whose share has none'::text, aj.id, coalesce(j.options ->> 'share', '')
-    from queue.active_job aj
-    join queue.lane l on l.lane = aj.lane
-    join queue.job_now j on j.id = aj.id
-    -- Later tags are from before a change of weights, which has forgotten the tags of shares.
-    where aj.claim is null and aj.deadline >= l.tag_base and aj.deadline < l.tag_base + interval '1 year'
-      and j.tag is null
-      and not exists (
-        select from queue.share_tag t
-        where t.queue = l.queue and t.priority = l.priority and t.key = ''
-          and t.share = coalesce(j.options ->> 'share', ''));
   return query
     select 'a share with two tags'::text, null::bigint,
       format('%s, priority %s, key %s, share %s', t.queue, t.priority, t.key, t.share)

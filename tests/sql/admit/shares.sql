@@ -1,6 +1,6 @@
 -- Shares: turns by weight within a queue and priority.
 
-select plan(111);
+select plan(114);
 
 set pgdefer.notify = off;
 
@@ -54,6 +54,19 @@ select is((select count(*) from queue.jobs j where j.state = 'ready'), 440::bigi
 select queue.delete(array(select j.id from queue.jobs j where j.state = 'ready')) \g /dev/null
 select pg_temp.defer('A1 A2 A3', 'A'), pg_temp.defer('L1 L2 L3', 'L') \g /dev/null
 select is(pg_temp.starts(9), 'A1 L1 A2 L2 A3 L3', 'cancelled and deleted jobs do not count');
+select pg_temp.finish_all();
+
+-- If later jobs of their share are ready, the next ones that come get the turns.
+select pg_temp.defer('k1 k2 k3 k4', 'k'), pg_temp.defer('A1 A2 A3', 'A') \g /dev/null
+select queue.tick() \g /dev/null
+select queue.cancel(j.id) from queue.jobs j where j.state = 'ready' and j.args ->> 'name' in ('A1', 'A2') \g /dev/null
+select is(pg_temp.starts(2), 'k1 k2', 'the cancelled jobs would have started');
+select pg_temp.defer('k5', 'k') \g /dev/null
+select queue.tick() \g /dev/null
+select is_empty('select * from queue.check()', 'in order: the share is behind the first ready job');
+select pg_temp.defer('A4 A5 A6', 'A') \g /dev/null
+select queue.tick() \g /dev/null
+select is(pg_temp.starts(9), 'k3 A3 A4 k4 A5 k5 A6', 'later jobs get the turns of those that were cancelled');
 select pg_temp.finish_all();
 
 -- Weights
