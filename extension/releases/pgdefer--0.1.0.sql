@@ -1341,21 +1341,25 @@ comment on view queue.audit is
 -- Jobs as operators see them: the log with what admission, workers and operators have made of each job. As in
 -- views.sql, views call no function of the extension.
 
--- Committed jobs that admission has not read yet. Private.
+-- Committed jobs that admission has not read yet. In a rehearsal also its own jobs that rehearse has not
+-- admitted. Private.
 create view queue.unadmitted as
 select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs,
   case when j.flags & 32/* held */ <> 0 then 'held'
     when j.scheduled_at > statement_timestamp() then 'scheduled' when j.needs is not null then 'waiting'
     else 'ready' end as state
 from queue.cursor_now k
+cross join (select coalesce(max(r.upto), 0) as upto from queue.rehearsal r) r
 cross join lateral (
   select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
-  from queue.job j where j.xid >= k.next_xid
+  from queue.job j
+  where j.xid >= k.next_xid and (j.id > r.upto or j.xid <> pg_current_xact_id_if_assigned())
   union all
   select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
   from unnest(k.in_flight) x cross join lateral (
     select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
-    from queue.job j where j.xid = x offset 0) j
+    from queue.job j
+    where j.xid = x and (j.id > r.upto or j.xid <> pg_current_xact_id_if_assigned()) offset 0) j
   union all
   select j.id, j.task, j.flags, j.queue, j.priority, j.lock, j.scheduled_at, j.deadline, j.needs
   from (select b.from_xid, b.from_id, b.to_xid, 9223372036854775807 as to_id from queue.backlog b

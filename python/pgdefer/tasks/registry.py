@@ -52,11 +52,21 @@ def _identity(function: Callable[..., Any]) -> list[str]:
 
     These are its name, and the names of the functions that it closes over.
     """
+    closed_over = (name_of(one) for one in _closed_over(function) if inspect.isfunction(one))
+    return [name_of(function), *closed_over]
+
+
+def _values(function: Callable[..., Any]) -> list[str]:
+    """Return the plain values that a function closes over."""
+    return [repr(one) for one in _closed_over(function) if isinstance(one, str | int | float)]
+
+
+def _closed_over(function: Callable[..., Any]) -> list[Any]:
     found: list[Any] = []
     for cell in getattr(function, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # it is empty
             found.append(cell.cell_contents)
-    return [name_of(function), *(name_of(one) for one in found if inspect.isfunction(one))]
+    return found
 
 
 def module_name(module: str) -> str:
@@ -118,6 +128,12 @@ class Registry:
                 raise ValueError(
                     f"there are two tasks named {name!r}{both}; if one is a former version of the "
                     "other, make a new App"
+                )
+            if other is not None and _values(other.function) != _values(task.function):
+                log.warning(
+                    "the task %r is defined again with other values, and replaces the one before: "
+                    "pass name=... if both are meant",
+                    name,
                 )
         self.has_batches = self.has_batches or task.execution.batch is not None
         for name in names:

@@ -134,6 +134,29 @@ def test_a_decorator_without_wraps_gives_its_functions_one_name() -> None:
     assert app.task(name="two")(logged(two))() == 2
 
 
+def test_a_task_that_replaces_another_one_of_its_name_is_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = App()
+
+    def make(tenant: str) -> None:
+        @app.task(name=f"import.{tenant}")
+        def named() -> str:
+            return tenant
+
+        @app.task
+        def unnamed() -> str:
+            return tenant
+
+    make("a")
+    make("a")  # as when its module is loaded again
+    assert not caplog.records
+    make("b")
+    (record,) = caplog.records
+    assert "unnamed' is defined again with other values" in record.message
+    assert app.tasks["import.a"]() == "a"
+
+
 @App().task
 def doubled(n: int) -> int:
     return 2 * n

@@ -1,6 +1,6 @@
 -- Rehearsing: one transaction defers, admits, fetches and finishes, and is rolled back.
 
-select plan(32);
+select plan(34);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.register_task('flaky', '{"retry": {"max_attempts": 2}}') \g /dev/null
@@ -20,6 +20,15 @@ begin
     jsonb_build_object('id', v_job.id, 'claim', v_job.claim, 'outcome', outcome))) f;
   return v_job.task || ' ' || v_state;
 end $$;
+
+-- Operators' views count each job once.
+begin;
+select queue.defer('first') \g /dev/null
+select is((select q.ready from queue.queues q), 1::bigint, 'a job that is not admitted yet');
+select queue.rehearse() \g /dev/null
+select queue.defer('second') \g /dev/null
+select is((select q.ready from queue.queues q), 2::bigint, 'one that is, and one that is not');
+rollback;
 
 begin;
 select queue.defer('durable') as durable \gset
