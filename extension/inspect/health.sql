@@ -237,7 +237,7 @@ declare
 begin
   name := 'tasks';
   select count(*) as n,
-    string_agg(format('%s (%s) to worker %s', left(u.task, 200), queue._count_of(u.jobs, 'job'),
+    string_agg(format('%s (%s) to worker %s', u.task, queue._count_of(u.jobs, 'job'),
       u.workers), '; ')
     filter (where u.no <= 5) as names into v_facts
   from (select u.*, row_number() over () as no from queue._unknown_tasks(p_now) u) u;

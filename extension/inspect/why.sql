@@ -34,8 +34,7 @@ begin
     when 'held' then return 'it is held; queue.unhold releases it';
     when 'scheduled' then
       return format('its time has not come: %s', v_job.scheduled_at) || queue._why_scheduled(v_job.id)
-        || coalesce((select format('; its task %s is not known to worker %s', v_job.task, u.workers)
-          from queue._unknown_since(why.id) u where u.times > 0), '');
+        || queue._why_unknown(why.id, v_job.task, 'is');
     when 'waiting', 'upstream_failed' then
       if v_job.reason = 'signal' then
         return queue._why_suspended(why.id);
@@ -77,8 +76,7 @@ begin
   end if;
   return coalesce('no slot is free: ' || queue._why_no_slot_left(why.id),
     'it is ready: the next worker with a free slot claims it when its turn comes' || queue._why_share(why.id)
-    || coalesce((select format('; its task %s was not known to worker %s', v_job.task, u.workers)
-      from queue._unknown_since(why.id) u where u.times > 0), ''));
+    || queue._why_unknown(why.id, v_job.task, 'was'));
 end $$;
 comment on function queue.why(bigint) is
   'Explains why a job is not running: the job that holds its lock, the jobs that use its key, its needs,'
@@ -111,6 +109,16 @@ begin
           or greatest(w.last_seen_at, queue._up_since()) + w.dead_after < clock_timestamp())
         and not exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own)), '')
     || v_locked;
+end $$;
+
+-- Which workers did not know a job's task; empty text if none. p_verb: is, if the job waits for another one.
+create or replace function queue._why_unknown(p_id bigint, p_task text, p_verb text)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return coalesce((
+    select format('; its task %s %s not known to worker %s', queue._task_and_version(p_id, p_task), p_verb,
+      u.workers)
+    from queue._unknown_since(p_id) u where u.times > 0), '');
 end $$;
 
 -- How many of the starts in its queue and priority a job's share has had, for queue.why(). It counts at most

@@ -13100,9 +13100,7 @@ create or replace function queue._unknown_task(p_id bigint, p_task text, p_worke
 language plpgsql stable parallel safe security invoker as $$
 declare
   v_unknown record;
-  v_task text := left(p_task, 200)
-    || coalesce(' in version ' || left((select j.args ->> '__version__' from queue.job_now j
-                                        where j.id = p_id), 20), '');
+  v_task text := queue._task_and_version(p_id, p_task);
   v_grace interval := (select i.unknown_task_grace from queue.installation i);
   v_worker text := format('%s%s', p_worker,
     coalesce((select ' (' || left(w.name, 200) || ')' from queue.worker w where w.id = p_worker), ''));
@@ -13117,6 +13115,14 @@ begin
   at := least(p_now + least(2 ^ least(v_unknown.times, 4), 10) * interval '1 s',
     coalesce(v_unknown.since, p_now) + v_grace);
   error := format('worker %s does not know the task %s', v_worker, v_task);
+end $$;
+
+-- The name of a job's task, with the version of the job's args if they name one.
+create or replace function queue._task_and_version(p_id bigint, p_task text)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return left(p_task, 200) || coalesce(
+    ' in version ' || left((select j.args ->> '__version__' from queue.job_now j where j.id = p_id), 20), '');
 end $$;
 
 -- Since when, in how many successive claims, and by which workers a job's task was not known. times is 0 if
@@ -13143,7 +13149,7 @@ returns table (task text, jobs bigint,
   workers text) language plpgsql stable parallel safe security invoker rows 10 as $$
 begin
   return query
-    select a.details ->> 'unknown_task', count(distinct a.job_id),
+    select queue._task_and_version(a.job_id, a.details ->> 'unknown_task'), count(distinct a.job_id),
       string_agg(distinct format('%s%s', a.worker_id, coalesce(' (' || left(w.name, 200) || ')', '')), ', ')
     from (select a.* from queue.attempt a
           where a.outcome = 'released' and a.details ? 'unknown_task' order by a.claim desc limit 1000) a
@@ -21354,8 +21360,7 @@ begin
     when 'held' then return 'it is held; queue.unhold releases it';
     when 'scheduled' then
       return format('its time has not come: %s', v_job.scheduled_at) || queue._why_scheduled(v_job.id)
-        || coalesce((select format('; its task %s is not known to worker %s', v_job.task, u.workers)
-          from queue._unknown_since(why.id) u where u.times > 0), '');
+        || queue._why_unknown(why.id, v_job.task, 'is');
     when 'waiting', 'upstream_failed' then
       if v_job.reason = 'signal' then
         return queue._why_suspended(why.id);
@@ -21397,8 +21402,7 @@ begin
   end if;
   return coalesce('no slot is free: ' || queue._why_no_slot_left(why.id),
     'it is ready: the next worker with a free slot claims it when its turn comes' || queue._why_share(why.id)
-    || coalesce((select format('; its task %s was not known to worker %s', v_job.task, u.workers)
-      from queue._unknown_since(why.id) u where u.times > 0), ''));
+    || queue._why_unknown(why.id, v_job.task, 'was'));
 end $$;
 comment on function queue.why(bigint) is
   'Explains why a job is not running: the job that holds its lock, the jobs that use its key, its needs,'
@@ -21431,6 +21435,16 @@ begin
           or greatest(w.last_seen_at, queue._up_since()) + w.dead_after < clock_timestamp())
         and not exists (select from queue.lease l where l.id = p_id and l.claim = p_claim and l.is_own)), '')
     || v_locked;
+end $$;
+
+-- Which workers did not know a job's task; empty text if none. p_verb: is, if the job waits for another one.
+create or replace function queue._why_unknown(p_id bigint, p_task text, p_verb text)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return coalesce((
+    select format('; its task %s %s not known to worker %s', queue._task_and_version(p_id, p_task), p_verb,
+      u.workers)
+    from queue._unknown_since(p_id) u where u.times > 0), '');
 end $$;
 
 -- How many of the starts in its queue and priority a job's share has had, for queue.why(). It counts at most
@@ -23386,7 +23400,7 @@ declare
 begin
   name := 'tasks';
   select count(*) as n,
-    string_agg(format('%s (%s) to worker %s', left(u.task, 200), queue._count_of(u.jobs, 'job'),
+    string_agg(format('%s (%s) to worker %s', u.task, queue._count_of(u.jobs, 'job'),
       u.workers), '; ')
     filter (where u.no <= 5) as names into v_facts
   from (select u.*, row_number() over () as no from queue._unknown_tasks(p_now) u) u;

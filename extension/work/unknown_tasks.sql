@@ -17,9 +17,7 @@ create or replace function queue._unknown_task(p_id bigint, p_task text, p_worke
 language plpgsql stable parallel safe security invoker as $$
 declare
   v_unknown record;
-  v_task text := left(p_task, 200)
-    || coalesce(' in version ' || left((select j.args ->> '__version__' from queue.job_now j
-                                        where j.id = p_id), 20), '');
+  v_task text := queue._task_and_version(p_id, p_task);
   v_grace interval := (select i.unknown_task_grace from queue.installation i);
   v_worker text := format('%s%s', p_worker,
     coalesce((select ' (' || left(w.name, 200) || ')' from queue.worker w where w.id = p_worker), ''));
@@ -34,6 +32,14 @@ begin
   at := least(p_now + least(2 ^ least(v_unknown.times, 4), 10) * interval '1 s',
     coalesce(v_unknown.since, p_now) + v_grace);
   error := format('worker %s does not know the task %s', v_worker, v_task);
+end $$;
+
+-- The name of a job's task, with the version of the job's args if they name one.
+create or replace function queue._task_and_version(p_id bigint, p_task text)
+returns text language plpgsql stable parallel safe security invoker as $$
+begin
+  return left(p_task, 200) || coalesce(
+    ' in version ' || left((select j.args ->> '__version__' from queue.job_now j where j.id = p_id), 20), '');
 end $$;
 
 -- Since when, in how many successive claims, and by which workers a job's task was not known. times is 0 if
@@ -60,7 +66,7 @@ returns table (task text, jobs bigint,
   workers text) language plpgsql stable parallel safe security invoker rows 10 as $$
 begin
   return query
-    select a.details ->> 'unknown_task', count(distinct a.job_id),
+    select queue._task_and_version(a.job_id, a.details ->> 'unknown_task'), count(distinct a.job_id),
       string_agg(distinct format('%s%s', a.worker_id, coalesce(' (' || left(w.name, 200) || ')', '')), ', ')
     from (select a.* from queue.attempt a
           where a.outcome = 'released' and a.details ? 'unknown_task' order by a.claim desc limit 1000) a

@@ -1,6 +1,6 @@
 -- Unknown tasks: a job goes back for others with a growing delay, and fails once nobody has known its task for the grace period.
 
-select plan(31);
+select plan(33);
 
 \ir workers.helpers.psql
 
@@ -96,7 +96,9 @@ select queue.defer('t', '{"__version__": 7}') as id \gset
 select id, claim from queue.fetch(:old) \gset
 select queue.finish_many(jsonb_build_array(jsonb_build_object('id', :id, 'claim', :claim, 'outcome', 'unknown_task'))) \g /dev/null
 select is((select error from queue.attempts where job_id = :id), format('worker %s (old) does not know the task t in version 7', :old), 'the text names the version');
-select is((select workers from queue._unknown_tasks(now()) where task = 't'), format('%s (old)', :old), 'its attempt names the task alone');
+select is((select details ->> 'unknown_task' from queue.attempts where job_id = :id), 't', 'its attempt names the task alone');
+select alike((select detail from queue.health() where name = 'tasks'), 'unknown tasks: %t in version 7 (1 job) to worker %', 'health names the version');
+select alike(queue.why(:id), '%; its task t in version 7 is not known to worker % (old)', 'so does why');
 select is_empty('select * from queue.check()', 'everything is in order');
 
 select * from finish();
