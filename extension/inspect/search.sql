@@ -91,7 +91,8 @@ comment on function queue.search(text, text, text, bigint, text, text, bigint, i
     ' ***. by: text (a substring of the args as JSON text), path (a jsonpath that finds something, or a'
     ' predicate that is true; without variables), key (a whole lock, queueing lock, idempotency key or'
     ' concurrency key). Without a pattern it returns all jobs of a queue (a name, prefix* or *), task and'
-    ' state. If it stops at max_jobs or after max_bytes (NULL: no limit), the last row has no id,'
+    ' state. excerpt: what was found with what surrounds it; without a pattern the start of args that take'
+    ' at most 2 kB. If it stops at max_jobs or after max_bytes (NULL: no limit), the last row has no id,'
     ' excerpt says so, and next_id is the value of before for the next call.';
 
 -- Raises: 22023, QJ001.
@@ -212,7 +213,7 @@ begin
   return -octet_length(v_text);
 end $$;
 
--- The text shown for a matching job.
+-- The text shown for a job: what matches with what surrounds it, or else the start of args that are small.
 create or replace function queue._excerpt(p_pattern text, p_by text, p_path jsonpath, p_args jsonb)
 returns text language plpgsql stable parallel safe security invoker as $$
 declare
@@ -220,7 +221,7 @@ declare
   v_at integer;
 begin
   if p_pattern is null or p_by = 'key' then
-    return null;
+    return case when pg_column_size(p_args) <= 2000 then nullif(left(p_args::text, 200), '{}') end;
   elsif p_by = 'path' then
     return left(jsonb_path_query_first_tz(p_args, p_path, '{}', true)::text, 200);
   end if;

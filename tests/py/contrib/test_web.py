@@ -300,6 +300,7 @@ def test_filters_and_pages(login: Login, conn: Connection) -> None:
     assert shown() == set(ids.values())
     assert shown(state="failed") == {ids["failed"]}
     assert "&lt;b&gt;" in client.get("/jobs?state=failed").text  # its error
+    assert "&#34;ann&#34;" in client.get("/jobs?state=failed").text  # its args
     conn.execute("select queue.fail_jobs(array[%s], e'\\r\\nnone left\\r\\n')", [ids["ready"]])
     assert ">none left</span>" in client.get("/jobs?state=failed").text
     conn.execute("select queue.retry(array[%s])", [ids["ready"]])

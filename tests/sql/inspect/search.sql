@@ -1,6 +1,6 @@
 -- search: by substring, jsonpath and key, of a queue, task and state, in pages, with a limit on what it reads.
 
-select plan(171);
+select plan(175);
 
 set pgdefer.notify = off;
 
@@ -30,7 +30,9 @@ select queue.defer('a', '{"n": 1, "name": "one", "list": [{"price": 5}], "deep":
 -- All, newest first
 select is(pg_temp.found(''), 'd c b a', 'without a pattern all, newest first');
 select results_eq('select id, queue_name, task_name, job_state, reason, priority, attempts, description, bytes, excerpt, next_id from queue.search(task => ''a'')',
-                  format($$values (%s::bigint, 'q1', 'a', 'ready', null::text, 0, 0, 'the first', null::integer, null::text, null::bigint)$$, :a), 'with what there is to see');
+                  format($$values (%s::bigint, 'q1', 'a', 'ready', null::text, 0, 0, 'the first', null::integer, (select left(args::text, 200) from queue.jobs where id = %1$s), null::bigint)$$, :a), 'with what there is to see');
+select is((select excerpt from queue.search('key c', by => 'key')), (select left(args::text, 200) from queue.jobs where id = :c), 'and the start of its args');
+select is((select excerpt from queue.search(task => 'd', max_jobs => 2)), null, 'if it has any');
 select is(pg_temp.found('max_jobs => 2'), 'd c more', 'a page');
 select results_eq('select id, excerpt, next_id from queue.search(max_jobs => 2) where id is null', format('values (null::bigint, ''stopped at 2 jobs, 200 bytes; continue with before => %s'', %s::bigint)', :c, :c), 'says where to continue');
 select is((select excerpt from queue.search(max_jobs => 1) where id is null), format('stopped at 1 job, 100 bytes; continue with before => %s', :d), 'one job');
@@ -54,6 +56,7 @@ select ok((select s.bytes = octet_length(j.args::text) and s.excerpt = right(j.a
 select is((select excerpt from queue.search('the first')), null, 'but not what the description shows');
 select queue.defer('long', jsonb_build_object('text', repeat('x', 1000) || 'needle' || repeat('y', 1000))) as long \gset
 select ok((select strpos(excerpt, 'needle') = 61 and length(excerpt) = 200 and bytes > 2000 from queue.search('needle')), 'of long args a part');
+select is((select length(excerpt) from queue.search(task => 'long')), 200, 'also without a pattern');
 
 -- By path
 select is(pg_temp.found('''$.n'', by => ''path'''), 'c b a', 'a path that finds something');
@@ -170,6 +173,7 @@ select is(pg_temp.found('max_bytes => 250'), 'large large large more', 'a list c
 select is(pg_temp.found('''key'', by => ''key'', max_bytes => 500'), 'more', 'as do keys');
 select is(pg_temp.found('task => ''large'', max_bytes => 10000'), 'large large large large large', 'and what is not asked for');
 select is((select string_agg(length(excerpt)::text, ' ') from queue.search('0123', max_jobs => 2) where id is not null), '200 200', 'large args are shown cut');
+select is((select string_agg(excerpt, ' ') from queue.search(task => 'large')), null, 'but not without a pattern, which would take long to read');
 select is((select max(bytes) from queue.search('0123')), (select max(octet_length(args::text)) from queue.jobs), 'with their size');
 
 -- Odd patterns
