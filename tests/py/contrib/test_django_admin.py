@@ -82,7 +82,11 @@ def test_a_jobs_page(app: DjangoApp, drain: Callable[..., None]) -> None:
     assert Job.objects.get(id=failed).state == "ready"
     page = admin.post(f"{JOBS}{failed}/act/unhold/", follow=True).text
     assert "not held" in page or "does not allow" in page or "state" in page
-    admin.post(f"{JOBS}{failed}/act/delete/")
+    page = admin.post(f"{JOBS}{failed}/act/delete/").text
+    assert "Are you sure?" in page
+    assert f"<li>shop.tasks.stamp {failed}</li>" in page
+    assert Job.objects.get(id=failed).state == "ready"
+    admin.post(f"{JOBS}{failed}/act/delete/", {"confirmed": "yes"})
     assert not Job.objects.exists()
     assert admin.get(f"{JOBS}{failed}/change/").status_code == 302
     assert admin.get(f"{JOBS}1/act/retry/").status_code == 404
@@ -230,7 +234,13 @@ def test_each_action(app: DjangoApp, drain: Callable[..., None]) -> None:
     do(admin, "retry_jobs", one)
     assert states() == ["ready", "cancelled"]
     assert "is not held" in do(admin, "unhold_jobs", one).text or states()[0] == "ready"
-    do(admin, "delete_jobs", two)
+    page = do(admin, "delete_jobs", two)
+    assert f"<li>b {two}</li>" in page.text
+    assert states() == ["ready", "cancelled"]
+    fields = re.findall(r'<input type="hidden" name="(\w+)" value="(\w+)">', page.text)
+    again = {key: value for key, value in fields if key != "csrfmiddlewaretoken"}
+    assert again == {"action": "delete_jobs", "_selected_action": str(two)}
+    admin.post(JOBS, {**again, "confirmed": "yes"})
     assert states() == ["ready"]
     do(admin, "pause", "default", at="/admin/pgdefer/queue/")
     assert Queue.objects.get(name="default").paused_until is not None

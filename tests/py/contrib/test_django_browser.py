@@ -116,6 +116,12 @@ def seen(page: Page, path: str) -> float:
     return float(page.evaluate(TOOK))
 
 
+def confirm(page: Page, label: str) -> None:
+    """Say yes if the action asks."""
+    if label in ("Delete", "Cancel, or abort"):
+        page.locator("input[name=confirmed]").click()
+
+
 def act(page: Page, path: str, label: str, *rows: Any) -> str:
     """Select rows of a list, run an action, and return what the page says."""
     seen(page, path)
@@ -123,6 +129,7 @@ def act(page: Page, path: str, label: str, *rows: Any) -> str:
         page.locator(f'input[name="_selected_action"][value="{row}"]').check()
     page.locator("select[name=action]").select_option(label=label)
     page.locator("button[name=index]").first.click()
+    confirm(page, label)
     return page.locator(".messagelist").inner_text()
 
 
@@ -176,6 +183,7 @@ def test_each_page_and_each_action(visit: Open, conn: Connection, more: int) -> 
     def click(label: str) -> str:
         seen(page, f"{JOBS}{one}/change/")
         page.locator(".job-actions").get_by_role("button", name=label, exact=True).click()
+        confirm(page, label)
         return page.locator(".messagelist").inner_text()
 
     assert click("Hold") == f"Job {one}: hold"
@@ -194,6 +202,7 @@ def test_each_page_and_each_action(visit: Open, conn: Connection, more: int) -> 
     assert job(one) == ""
     seen(page, f"{JOBS}{running}/change/")
     page.get_by_role("button", name="Cancel, or abort").click()
+    confirm(page, "Cancel, or abort")
     expect(page.locator(".messagelist")).to_contain_text(f"Job {running}: abort")
 
     # On the other lists

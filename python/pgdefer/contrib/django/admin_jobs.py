@@ -16,6 +16,7 @@ from django.contrib.admin.views.main import ChangeList
 from django.core.exceptions import PermissionDenied, ValidationError
 from django.db.models import Func, TextField
 from django.http import Http404, HttpRequest, HttpResponse, HttpResponseRedirect
+from django.template.response import TemplateResponse
 from django.urls import path, reverse
 from django.utils.html import format_html, format_html_join
 from django.utils.translation import gettext_lazy as _
@@ -56,6 +57,7 @@ OFFERED = {
     "run_now": ("scheduled",),
     "delete": (*WAITING, "held", *ENDED),
 }
+ASKING = ("abort", "delete")  # what cannot be undone
 
 
 def _action(name: str) -> Any:
@@ -64,14 +66,37 @@ def _action(name: str) -> Any:
     permission = "erase" if name == "delete" else "operate"
 
     @admin.action(description=label, permissions=[permission])
-    def action(model_admin: Any, request: HttpRequest, queryset: Any) -> None:
+    def action(model_admin: Any, request: HttpRequest, queryset: Any) -> HttpResponse | None:
         jobs = list(queryset)
+        if _must_ask(request, name):
+            return _question(model_admin, request, name, jobs)
         if name == "retry":
             jobs = _without_succeeded(model_admin, request, jobs)
         act_on_each(model_admin, request, jobs, lambda job: function(job.id))
+        return None
 
     action.__name__ = f"{name}_jobs"
     return action
+
+
+def _must_ask(request: HttpRequest, name: str) -> bool:
+    return name in ASKING and "confirmed" not in request.POST
+
+
+def _question(
+    model_admin: Any, request: HttpRequest, name: str, jobs: list[Job]
+) -> TemplateResponse:
+    """Return a page that asks whether to act; its answer repeats the request."""
+    label, _function = ACTIONS[name]
+    fields = [(key, value) for key, values in request.POST.lists() for value in values]
+    context = {
+        **model_admin.admin_site.each_context(request),
+        "title": _("Are you sure?"),
+        "label": label,
+        "jobs": jobs,
+        "fields": [(key, value) for key, value in fields if key != "csrfmiddlewaretoken"],
+    }
+    return TemplateResponse(request, "admin/pgdefer/job/confirm.html", context)
 
 
 def _without_succeeded(model_admin: Any, request: HttpRequest, jobs: list[Job]) -> list[Job]:
@@ -251,6 +276,9 @@ class JobAdmin(HidingAdmin):
             raise Http404
         if not self._may_do(request, name):
             raise PermissionDenied
+        if _must_ask(request, name):
+            job = self.get_object(request, str(id))
+            return _question(self, request, name, [] if job is None else [job])
         refused = act(lambda: ACTIONS[name][1](id))
         if refused is None:
             self.message_user(request, f"Job {id}: {name}", messages.SUCCESS)
