@@ -19733,7 +19733,7 @@ begin
       | case when v_needs <> '{}' or v_awaited is not null or j.options ->> 'needs_mode' = 'any'
         then 8/* needs */ else 0 end
       | case when x.scheduled_at is not null then 16/* scheduled */ else 0 end
-      | case when w.id is not null then 32/* held */ else 0 end
+      | case when x.is_held then 32/* held */ else 0 end
       | case when x.is_expiring then 64/* expires */ else 0 end
       | case when x.size > 2000 then -32768/* large */ else 0 end | p_flags,
     x.scheduled_at, d.deadline, j.lock, null, nullif(v_needs, '{}'), j.keys, j.limits,
@@ -19743,13 +19743,13 @@ begin
       x.size)::queue.job_options
   from queue.job_now j
   join queue.job d on d.id = j.id  -- as it was deferred
-  left join queue.waiting w on w.id = j.id and w.reason = 'held'
   cross join lateral (select queue._replacement(j.id, j.flags) as job) r
   cross join lateral (
     select case when r.job is not null then (r.job ->> 'scheduled_at')::timestamptz
         when j.claims = 0 then j.scheduled_at
         when d.scheduled_at <= v_now then nullif(d.scheduled_at, '-infinity') end as scheduled_at,
       coalesce((j.options ->> 'expires_at')::timestamptz > v_now, false) as is_expiring,
+      (select s.state = 'held' from queue.all_jobs s where s.id = p_id) as is_held,
       case when r.job is null then j.size
         else octet_length(r.job ->> 'args') + coalesce(octet_length((j.options -> 'headers')::text), 0)
       end as size) x

@@ -1,6 +1,6 @@
 -- copy, of jobs in each state too.
 
-select plan(31);
+select plan(32);
 
 \ir change.helpers.psql
 
@@ -56,6 +56,9 @@ select queue.copy(:id) as copy \gset
 select is((select concat_ws(' ', state, scheduled_at) from queue.jobs where id = :copy), 'ready', 'does not go back to its first time in the copy');
 select queue.tick() \g /dev/null
 select is_empty('select * from queue.check()', 'in order');
+select queue.defer('t', options => '{"held": true}') as id \gset
+select queue.copy(:id) as copy \gset
+select is(pg_temp.state(:copy), 'held', 'the copy of a held job is held, also before admission');
 -- a replacement that is committed and not admitted yet
 select queue.defer('t', '{"n": 1}', queueing_lock => 'replaced') as id \gset
 select queue.tick() \g /dev/null
