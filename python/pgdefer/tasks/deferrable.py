@@ -23,7 +23,7 @@ R = TypeVar("R")
 class Deferrable(Preparer[P, R]):
     """Defers jobs of a task, each with the options that were configured."""
 
-    def defer(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
+    def defer(self, /, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """Defer a job that calls the task with these arguments.
 
         It is deferred in a transaction of its own, unless `configure` was given a connection.

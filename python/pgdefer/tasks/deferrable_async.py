@@ -22,7 +22,7 @@ R = TypeVar("R")
 class AsyncDeferrable(Preparer[P, R]):
     """Defers jobs of a task, each with the options that were configured."""
 
-    async def defer_async(self, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
+    async def defer_async(self, /, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """Defer a job that calls the task with these arguments.
 
         It is deferred in a transaction of its own, unless `configure` was given a connection.

@@ -158,7 +158,7 @@ class Preparer(Generic[P, R]):
         with Naming(f"a job of {self.name!r}"):
             return self.client.codec.dumps_args(self.parameters.bind(args, kwargs))
 
-    def prepare(self, *args: P.args, **kwargs: P.kwargs) -> PreparedJob[R]:
+    def prepare(self, /, *args: P.args, **kwargs: P.kwargs) -> PreparedJob[R]:
         """Return the call for `defer_many`."""
         return PreparedJob(self.name, self.encode(args, kwargs), self._options_here())
 

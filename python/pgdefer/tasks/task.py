@@ -163,12 +163,12 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
         """
         return ConfiguredTask(self.client, self.name, self.parameters, options, connection)
 
-    def defer_with(self, connection: AnyConnection, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
+    def defer_with(self, connection: AnyConnection, /, *args: P.args, **kwargs: P.kwargs) -> Job[R]:
         """Defer in the transaction of the caller's connection or session."""
         return self.configure(connection=connection).defer(*args, **kwargs)
 
     async def defer_with_async(
-        self, connection: AnyAsyncConnection, *args: P.args, **kwargs: P.kwargs
+        self, connection: AnyAsyncConnection, /, *args: P.args, **kwargs: P.kwargs
     ) -> Job[R]:
         """Defer in the transaction of the caller's connection or session."""
         return await self.configure(connection=connection).defer_async(*args, **kwargs)
@@ -201,7 +201,7 @@ class SyncTask(Task[P, R]):
 
     is_async = False
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function, here and now."""
         result: R = self.function(*args, **kwargs)
         return result
@@ -212,7 +212,7 @@ class AsyncTask(Task[P, R]):
 
     is_async = True
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]:
         """Call the function, here and now."""
         coroutine: Coroutine[Any, Any, R] = self.function(*args, **kwargs)
         return coroutine

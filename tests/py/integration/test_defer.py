@@ -207,6 +207,16 @@ def test_many(app: App, conn: Connection) -> None:
     assert len(jobs(conn)) == 4
 
 
+def test_a_parameter_may_have_any_name(app: App, conn: Connection) -> None:
+    named = app.task(lambda self, connection: f"{self}{connection}", name="named")
+    assert named(self="a", connection="b") == "ab"
+    named.defer(self="a", connection="b")
+    named.defer_many([named.prepare(self="a", connection="b")])
+    named.defer_with(conn, self="a", connection="b")
+    asyncio.run(named.defer_async(self="a", connection="b"))
+    assert [row["args"] for row in jobs(conn)] == [{"self": "a", "connection": "b"}] * 4
+
+
 def test_a_task_that_is_not_known_here(app: App, conn: Connection) -> None:
     job: Job[Any] = app.defer("elsewhere", {"a": dt.date(2020, 1, 1)}, queue="q", delay=HOUR)
     (row,) = jobs(conn)
