@@ -1,36 +1,49 @@
 -- Changes of jobs after they were deferred.
 -- Tests: operate/change.sql.
 
--- Overrides settings that a job was deferred with, and sends the job through the gates again. Running and
--- finished jobs keep their place; the change applies to their next run. Returns false, having changed
--- nothing, if another transaction holds the job's row.
+-- Overrides settings that jobs were deferred with, and sends the jobs through the gates again. Running and
+-- finished jobs keep their place; the change applies to their next run. Returns the jobs that it has changed:
+-- all but those whose row another transaction holds. All leave their places before any goes through the
+-- gates, so that keys and locks are looked at once for all of them. p_ids: each job once.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._override(
-  p_id bigint, p_queue text default null, p_priority integer default null,
+  p_ids bigint[], p_queue text default null, p_priority integer default null,
   p_deadline timestamptz default null,
   p_scheduled_at timestamptz default null, p_args jsonb default null)
-returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_taken record := queue._dequeue(p_id);
+  v_id bigint;
+  v_taken record;
+  v_done bigint[] := '{}'::bigint[];
+  v_places text[] := '{}'::text[];
+  v_keys text[];
+  v_parked bigint[];
+  v_arrived bigint[];
 begin
-  if v_taken.place is null then
-    -- While its claim is being ended, its row of queue.job_override must not be waited for.
-    perform from queue.active_job aj where aj.id = p_id for update skip locked;
-    if not found and exists (select from queue.active_job aj where aj.id = p_id) then
-      return false;
+  foreach v_id in array p_ids loop
+    v_taken := queue._dequeue(v_id);
+    if v_taken.place is null then
+      -- While its claim is being ended, its row of queue.job_override must not be waited for.
+      perform from queue.active_job aj where aj.id = v_id for update skip locked;
+      continue when not found and exists (select from queue.active_job aj where aj.id = v_id);
     end if;
-  end if;
-  if exists (
-    select from queue.job_now j
-    where j.id = p_id and j.tag is not null and (p_queue <> j.queue or p_priority <> j.priority)) then
-    perform queue._return_tags(array[p_id]);
-  end if;
+    v_done := v_done || v_id;
+    v_places := v_places || coalesce(v_taken.place, '');
+    v_keys := v_keys || v_taken.keys;
+  end loop;
+  perform queue._return_tags(array(
+    select u.id from unnest(v_done) u (id)
+    cross join lateral (
+      select j.queue, j.priority, j.tag from queue.job_now j where j.id = u.id offset 0) j
+    where j.tag is not null and (p_queue <> j.queue or p_priority <> j.priority)))
+  where num_nonnulls(p_queue, p_priority) > 0;
   insert into queue.job_override as s (id, queue, priority, deadline, scheduled_at, args, size, extra_flags)
-  select p_id, p_queue, p_priority, p_deadline, p_scheduled_at, p_args,
+  select u.id, p_queue, p_priority, p_deadline, p_scheduled_at, p_args,
     x.size, case when x.size > 2000 then {{large}} else 0 end
-  from (
+  from unnest(v_done) u (id)
+  cross join lateral (
     select octet_length(p_args::text)
-        + coalesce(octet_length((select j.options -> 'headers' from queue.job j where j.id = p_id)::text), 0)
+        + coalesce(octet_length((select j.options -> 'headers' from queue.job j where j.id = u.id)::text), 0)
           as size) x
   on conflict on constraint job_override_pkey do update
     set (queue, priority, deadline, scheduled_at, args, size, extra_flags)
@@ -39,14 +52,19 @@ begin
          coalesce(excluded.scheduled_at, s.scheduled_at), coalesce(excluded.args, s.args),
          coalesce(excluded.size, s.size),
          s.extra_flags | excluded.extra_flags);
-  if v_taken.place = 'parked' then
-    perform queue._park(array[p_id]);
-  elsif v_taken.place in ('held', 'moving') then
-    insert into queue.waiting (id, reason) values (p_id, v_taken.place);
-  elsif v_taken.place <> 'log' then
-    perform queue._advance(p_arrived => array[p_id], p_keys => v_taken.keys);
+  insert into queue.waiting (id, reason)
+  select u.id, u.place from unnest(v_done, v_places) u (id, place) where u.place in ('held', 'moving');
+  select array_agg(u.id) filter (where u.place = 'parked'),
+    array_agg(u.id) filter (where u.place not in ('parked', 'held', 'moving', 'log', ''))
+  into v_parked, v_arrived
+  from unnest(v_done, v_places) u (id, place);
+  if v_parked is not null then
+    perform queue._park(v_parked);
   end if;
-  return true;
+  if v_arrived is not null then
+    perform queue._advance(p_arrived => v_arrived, p_keys => v_keys);
+  end if;
+  return v_done;
 end $$;
 
 -- The steps in which jobs sleep now. A sleep is over once its time has come, or once a later claim of its job
@@ -87,8 +105,9 @@ begin
     or not exists (select from queue.job j where j.id = p_id) then
     return;
   end if;
-  if queue._override(p_id, p_args => p_payload -> 'args', p_priority => (p_payload ->> 'priority')::integer,
-                   p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity')) then
+  if queue._override(array[p_id], p_args => p_payload -> 'args',
+    p_priority => (p_payload ->> 'priority')::integer,
+    p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity')) <> '{}' then
     perform queue._change_sleep(array[p_id], (p_payload ->> 'scheduled_at')::timestamptz);
     perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
   else

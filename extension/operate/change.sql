@@ -17,6 +17,8 @@ set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_before jsonb;
   v_job record;
+  v_running bigint[];
+  v_finished bigint[];
   v_done bigint[] := '{}'::bigint[];
 begin
   {{if_restricted}}
@@ -26,19 +28,23 @@ begin
   perform queue._check_queue(move.queue);
   perform queue._lock_all_for_change(move.ids);
   v_before := queue._jobs_before(move.ids);
-  for v_job in select distinct u.id from unnest(move.ids) u (id) order by u.id loop
-    select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    continue when v_job.situation in ('missing', 'busy') or v_job.situation = 'running'
-      and move.force is not true;
+  for v_job in select g.* from queue._try_lock_jobs(move.ids) g loop
+    continue when v_job.situation = 'running' and move.force is not true;
     if v_job.situation = 'running' then
       perform queue._end_attempt('{"outcome": "released", "error": "taken back by a move with force"}',
-        v_job.id, v_job.claim, true);
+        v_job.id, v_job.claim, false);
       perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'moved');
+      v_running := v_running || v_job.id;
+    elsif v_job.situation = 'finished' then
+      v_finished := v_finished || v_job.id;
     end if;
-    perform queue._override(v_job.id, p_queue => move.queue);
-    perform queue._set_purge_at(v_job.id);
     v_done := v_done || v_job.id;
   end loop;
+  if v_running is not null then
+    perform queue._settle_own(v_running);
+  end if;
+  perform queue._override(v_done, p_queue => move.queue);
+  perform queue._set_purge_at(u.id) from unnest(v_finished) u (id);
   perform queue._announce();
   perform queue._audit_jobs('move', jsonb_build_object('queue', move.queue, 'force', move.force), v_done,
     v_before, move.queue);
@@ -56,8 +62,7 @@ language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_before jsonb;
-  v_job record;
-  v_done bigint[] := '{}'::bigint[];
+  v_done bigint[];
 begin
   {{if_restricted}}
     perform queue._require_jobs('{operator}', set_priority.ids);
@@ -67,12 +72,8 @@ begin
   end if;
   perform queue._lock_all_for_change(set_priority.ids);
   v_before := queue._jobs_before(set_priority.ids, 'priority');
-  for v_job in select distinct u.id from unnest(set_priority.ids) u (id) order by u.id loop
-    select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    continue when v_job.situation in ('missing', 'busy');
-    perform queue._override(v_job.id, p_priority => set_priority.priority);
-    v_done := v_done || v_job.id;
-  end loop;
+  v_done := queue._override(array(select g.id from queue._try_lock_jobs(set_priority.ids) g),
+    p_priority => set_priority.priority);
   perform queue._announce();
   perform queue._audit_jobs('set_priority', jsonb_build_object('priority', set_priority.priority), v_done,
     v_before);
@@ -90,8 +91,7 @@ language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp {{planner}} as $$
 declare
   v_before jsonb;
-  v_job record;
-  v_done bigint[] := '{}'::bigint[];
+  v_done bigint[];
 begin
   {{if_restricted}}
     perform queue._require_jobs('{operator}', set_deadline.ids);
@@ -99,12 +99,8 @@ begin
   perform queue._check_moment('at', set_deadline.at, true);
   perform queue._lock_all_for_change(set_deadline.ids);
   v_before := queue._jobs_before(set_deadline.ids, 'deadline');
-  for v_job in select distinct u.id from unnest(set_deadline.ids) u (id) order by u.id loop
-    select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    continue when v_job.situation in ('missing', 'busy');
-    perform queue._override(v_job.id, p_deadline => coalesce(set_deadline.at, 'infinity'));
-    v_done := v_done || v_job.id;
-  end loop;
+  v_done := queue._override(array(select g.id from queue._try_lock_jobs(set_deadline.ids) g),
+    p_deadline => coalesce(set_deadline.at, 'infinity'));
   perform queue._propagate_deadline(v_done);
   perform queue._announce();
   perform queue._audit_jobs('set_deadline', jsonb_build_object('at', set_deadline.at), v_done, v_before);
@@ -138,7 +134,7 @@ begin
       ' again.');
   end if;
   perform queue._change_sleep(array[reschedule.id], reschedule.at);
-  perform queue._override(reschedule.id, p_scheduled_at => coalesce(reschedule.at, '-infinity'));
+  perform queue._override(array[reschedule.id], p_scheduled_at => coalesce(reschedule.at, '-infinity'));
   perform queue._announce();
   perform queue._audit_jobs('reschedule', jsonb_build_object('at', reschedule.at), array[reschedule.id],
     v_before);
@@ -182,7 +178,7 @@ begin
   v_args := queue._unmask_args(queue._hidden_paths() -> (v_before -> 0 ->> 'task'), set_args.args,
     v_before -> 0 -> 'args');
   perform queue._check_size('args', v_args);
-  perform queue._override(set_args.id, p_args => v_args);
+  perform queue._override(array[set_args.id], p_args => v_args);
   perform queue._announce();
   perform queue._audit_jobs('set_args', jsonb_build_object('args', v_args), array[set_args.id], v_before);
   return queue._state(set_args.id);

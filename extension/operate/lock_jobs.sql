@@ -291,6 +291,19 @@ begin
   situation := case when queue._is_unsettled(p_id) then 'busy' else situation end;
 end $$;
 
+-- _try_lock_job for many jobs, in the order of ids, each once, without those that are missing or busy.
+-- Locks: as there.
+create or replace function queue._try_lock_jobs(p_ids bigint[])
+returns table (id bigint, situation text, claim bigint, worker_id bigint)
+language plpgsql volatile parallel unsafe security invoker rows 10 as $$
+begin
+  return query
+    select u.id, g.situation, g.claim, g.worker_id
+    from (select distinct i.id from unnest(p_ids) i (id) order by i.id) u
+    cross join lateral queue._try_lock_job(u.id) g
+    where g.situation not in ('missing', 'busy');
+end $$;
+
 -- Whether the end of a claim of a job is not settled.
 create or replace function queue._is_unsettled(p_id bigint)
 returns boolean language plpgsql stable parallel safe security invoker as $$

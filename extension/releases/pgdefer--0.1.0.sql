@@ -11532,36 +11532,49 @@ end $$;
 -- Changes of jobs after they were deferred.
 -- Tests: operate/change.sql.
 
--- Overrides settings that a job was deferred with, and sends the job through the gates again. Running and
--- finished jobs keep their place; the change applies to their next run. Returns false, having changed
--- nothing, if another transaction holds the job's row.
+-- Overrides settings that jobs were deferred with, and sends the jobs through the gates again. Running and
+-- finished jobs keep their place; the change applies to their next run. Returns the jobs that it has changed:
+-- all but those whose row another transaction holds. All leave their places before any goes through the
+-- gates, so that keys and locks are looked at once for all of them. p_ids: each job once.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
 create or replace function queue._override(
-  p_id bigint, p_queue text default null, p_priority integer default null,
+  p_ids bigint[], p_queue text default null, p_priority integer default null,
   p_deadline timestamptz default null,
   p_scheduled_at timestamptz default null, p_args jsonb default null)
-returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_taken record := queue._dequeue(p_id);
+  v_id bigint;
+  v_taken record;
+  v_done bigint[] := '{}'::bigint[];
+  v_places text[] := '{}'::text[];
+  v_keys text[];
+  v_parked bigint[];
+  v_arrived bigint[];
 begin
-  if v_taken.place is null then
-    -- While its claim is being ended, its row of queue.job_override must not be waited for.
-    perform from queue.active_job aj where aj.id = p_id for update skip locked;
-    if not found and exists (select from queue.active_job aj where aj.id = p_id) then
-      return false;
+  foreach v_id in array p_ids loop
+    v_taken := queue._dequeue(v_id);
+    if v_taken.place is null then
+      -- While its claim is being ended, its row of queue.job_override must not be waited for.
+      perform from queue.active_job aj where aj.id = v_id for update skip locked;
+      continue when not found and exists (select from queue.active_job aj where aj.id = v_id);
     end if;
-  end if;
-  if exists (
-    select from queue.job_now j
-    where j.id = p_id and j.tag is not null and (p_queue <> j.queue or p_priority <> j.priority)) then
-    perform queue._return_tags(array[p_id]);
-  end if;
+    v_done := v_done || v_id;
+    v_places := v_places || coalesce(v_taken.place, '');
+    v_keys := v_keys || v_taken.keys;
+  end loop;
+  perform queue._return_tags(array(
+    select u.id from unnest(v_done) u (id)
+    cross join lateral (
+      select j.queue, j.priority, j.tag from queue.job_now j where j.id = u.id offset 0) j
+    where j.tag is not null and (p_queue <> j.queue or p_priority <> j.priority)))
+  where num_nonnulls(p_queue, p_priority) > 0;
   insert into queue.job_override as s (id, queue, priority, deadline, scheduled_at, args, size, extra_flags)
-  select p_id, p_queue, p_priority, p_deadline, p_scheduled_at, p_args,
+  select u.id, p_queue, p_priority, p_deadline, p_scheduled_at, p_args,
     x.size, case when x.size > 2000 then -32768/* large */ else 0 end
-  from (
+  from unnest(v_done) u (id)
+  cross join lateral (
     select octet_length(p_args::text)
-        + coalesce(octet_length((select j.options -> 'headers' from queue.job j where j.id = p_id)::text), 0)
+        + coalesce(octet_length((select j.options -> 'headers' from queue.job j where j.id = u.id)::text), 0)
           as size) x
   on conflict on constraint job_override_pkey do update
     set (queue, priority, deadline, scheduled_at, args, size, extra_flags)
@@ -11570,14 +11583,19 @@ begin
          coalesce(excluded.scheduled_at, s.scheduled_at), coalesce(excluded.args, s.args),
          coalesce(excluded.size, s.size),
          s.extra_flags | excluded.extra_flags);
-  if v_taken.place = 'parked' then
-    perform queue._park(array[p_id]);
-  elsif v_taken.place in ('held', 'moving') then
-    insert into queue.waiting (id, reason) values (p_id, v_taken.place);
-  elsif v_taken.place <> 'log' then
-    perform queue._advance(p_arrived => array[p_id], p_keys => v_taken.keys);
+  insert into queue.waiting (id, reason)
+  select u.id, u.place from unnest(v_done, v_places) u (id, place) where u.place in ('held', 'moving');
+  select array_agg(u.id) filter (where u.place = 'parked'),
+    array_agg(u.id) filter (where u.place not in ('parked', 'held', 'moving', 'log', ''))
+  into v_parked, v_arrived
+  from unnest(v_done, v_places) u (id, place);
+  if v_parked is not null then
+    perform queue._park(v_parked);
   end if;
-  return true;
+  if v_arrived is not null then
+    perform queue._advance(p_arrived => v_arrived, p_keys => v_keys);
+  end if;
+  return v_done;
 end $$;
 
 -- The steps in which jobs sleep now. A sleep is over once its time has come, or once a later claim of its job
@@ -11618,8 +11636,9 @@ begin
     or not exists (select from queue.job j where j.id = p_id) then
     return;
   end if;
-  if queue._override(p_id, p_args => p_payload -> 'args', p_priority => (p_payload ->> 'priority')::integer,
-                   p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity')) then
+  if queue._override(array[p_id], p_args => p_payload -> 'args',
+    p_priority => (p_payload ->> 'priority')::integer,
+    p_scheduled_at => coalesce((p_payload ->> 'scheduled_at')::timestamptz, '-infinity')) <> '{}' then
     perform queue._change_sleep(array[p_id], (p_payload ->> 'scheduled_at')::timestamptz);
     perform queue._clear_replacing(p_payload ->> 'key', (p_payload ->> 'seq')::bigint);
   else
@@ -17549,7 +17568,7 @@ begin
       where (j.xid, j.id) > (v_part.from_xid, v_part.from_id)
         and (j.xid, j.id) <= (v_part.to_xid, v_part.to_id)
         and pg_visible_in_snapshot(j.xid, v_part.upto) and j.xid is distinct from v_part.own
-      order by j.xid, j.id limit p_n + case when v_part.no is null then 1 else 0 end),
+      order by j.xid, j.id limit p_n::bigint + case when v_part.no is null then 1 else 0 end),
     lane as materialized (
       select l.lane, l.queue, l.priority, l.extra_flags
       from (select f.queue, f.priority from fresh f limit 1) f
@@ -19201,6 +19220,19 @@ begin
   situation := case when queue._is_unsettled(p_id) then 'busy' else situation end;
 end $$;
 
+-- _try_lock_job for many jobs, in the order of ids, each once, without those that are missing or busy.
+-- Locks: as there.
+create or replace function queue._try_lock_jobs(p_ids bigint[])
+returns table (id bigint, situation text, claim bigint, worker_id bigint)
+language plpgsql volatile parallel unsafe security invoker rows 10 as $$
+begin
+  return query
+    select u.id, g.situation, g.claim, g.worker_id
+    from (select distinct i.id from unnest(p_ids) i (id) order by i.id) u
+    cross join lateral queue._try_lock_job(u.id) g
+    where g.situation not in ('missing', 'busy');
+end $$;
+
 -- Whether the end of a claim of a job is not settled.
 create or replace function queue._is_unsettled(p_id bigint)
 returns boolean language plpgsql stable parallel safe security invoker as $$
@@ -19488,6 +19520,8 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_before jsonb;
   v_job record;
+  v_running bigint[];
+  v_finished bigint[];
   v_done bigint[] := '{}'::bigint[];
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
@@ -19497,19 +19531,23 @@ begin
   perform queue._check_queue(move.queue);
   perform queue._lock_all_for_change(move.ids);
   v_before := queue._jobs_before(move.ids);
-  for v_job in select distinct u.id from unnest(move.ids) u (id) order by u.id loop
-    select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    continue when v_job.situation in ('missing', 'busy') or v_job.situation = 'running'
-      and move.force is not true;
+  for v_job in select g.* from queue._try_lock_jobs(move.ids) g loop
+    continue when v_job.situation = 'running' and move.force is not true;
     if v_job.situation = 'running' then
       perform queue._end_attempt('{"outcome": "released", "error": "taken back by a move with force"}',
-        v_job.id, v_job.claim, true);
+        v_job.id, v_job.claim, false);
       perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'moved');
+      v_running := v_running || v_job.id;
+    elsif v_job.situation = 'finished' then
+      v_finished := v_finished || v_job.id;
     end if;
-    perform queue._override(v_job.id, p_queue => move.queue);
-    perform queue._set_purge_at(v_job.id);
     v_done := v_done || v_job.id;
   end loop;
+  if v_running is not null then
+    perform queue._settle_own(v_running);
+  end if;
+  perform queue._override(v_done, p_queue => move.queue);
+  perform queue._set_purge_at(u.id) from unnest(v_finished) u (id);
   perform queue._announce();
   perform queue._audit_jobs('move', jsonb_build_object('queue', move.queue, 'force', move.force), v_done,
     v_before, move.queue);
@@ -19527,8 +19565,7 @@ language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_before jsonb;
-  v_job record;
-  v_done bigint[] := '{}'::bigint[];
+  v_done bigint[];
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', set_priority.ids);
@@ -19538,12 +19575,8 @@ begin
   end if;
   perform queue._lock_all_for_change(set_priority.ids);
   v_before := queue._jobs_before(set_priority.ids, 'priority');
-  for v_job in select distinct u.id from unnest(set_priority.ids) u (id) order by u.id loop
-    select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    continue when v_job.situation in ('missing', 'busy');
-    perform queue._override(v_job.id, p_priority => set_priority.priority);
-    v_done := v_done || v_job.id;
-  end loop;
+  v_done := queue._override(array(select g.id from queue._try_lock_jobs(set_priority.ids) g),
+    p_priority => set_priority.priority);
   perform queue._announce();
   perform queue._audit_jobs('set_priority', jsonb_build_object('priority', set_priority.priority), v_done,
     v_before);
@@ -19561,8 +19594,7 @@ language plpgsql volatile parallel unsafe security definer rows 10
 set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
 declare
   v_before jsonb;
-  v_job record;
-  v_done bigint[] := '{}'::bigint[];
+  v_done bigint[];
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', set_deadline.ids);
@@ -19570,12 +19602,8 @@ begin
   perform queue._check_moment('at', set_deadline.at, true);
   perform queue._lock_all_for_change(set_deadline.ids);
   v_before := queue._jobs_before(set_deadline.ids, 'deadline');
-  for v_job in select distinct u.id from unnest(set_deadline.ids) u (id) order by u.id loop
-    select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
-    continue when v_job.situation in ('missing', 'busy');
-    perform queue._override(v_job.id, p_deadline => coalesce(set_deadline.at, 'infinity'));
-    v_done := v_done || v_job.id;
-  end loop;
+  v_done := queue._override(array(select g.id from queue._try_lock_jobs(set_deadline.ids) g),
+    p_deadline => coalesce(set_deadline.at, 'infinity'));
   perform queue._propagate_deadline(v_done);
   perform queue._announce();
   perform queue._audit_jobs('set_deadline', jsonb_build_object('at', set_deadline.at), v_done, v_before);
@@ -19609,7 +19637,7 @@ begin
       ' again.');
   end if;
   perform queue._change_sleep(array[reschedule.id], reschedule.at);
-  perform queue._override(reschedule.id, p_scheduled_at => coalesce(reschedule.at, '-infinity'));
+  perform queue._override(array[reschedule.id], p_scheduled_at => coalesce(reschedule.at, '-infinity'));
   perform queue._announce();
   perform queue._audit_jobs('reschedule', jsonb_build_object('at', reschedule.at), array[reschedule.id],
     v_before);
@@ -19653,7 +19681,7 @@ begin
   v_args := queue._unmask_args(queue._hidden_paths() -> (v_before -> 0 ->> 'task'), set_args.args,
     v_before -> 0 -> 'args');
   perform queue._check_size('args', v_args);
-  perform queue._override(set_args.id, p_args => v_args);
+  perform queue._override(array[set_args.id], p_args => v_args);
   perform queue._announce();
   perform queue._audit_jobs('set_args', jsonb_build_object('args', v_args), array[set_args.id], v_before);
   return queue._state(set_args.id);
@@ -19886,8 +19914,9 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_before jsonb;
   v_job record;
-  v_done bigint[] := '{}'::bigint[];
-  v_taken record;
+  v_open bigint[] := '{}'::bigint[];
+  v_running bigint[];
+  v_done bigint[];
   v_message text := left(fail_jobs.message, 10000);
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
@@ -19895,25 +19924,24 @@ begin
   end if;
   perform queue._lock_all_for_change(fail_jobs.ids);
   v_before := queue._jobs_before(fail_jobs.ids);
-  for v_job in select distinct u.id from unnest(fail_jobs.ids) u (id) order by u.id loop
-    select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
+  for v_job in select g.* from queue._try_lock_jobs(fail_jobs.ids) g loop
     if v_job.situation = 'running' then
       -- It fails, even if its worker was told to abort it.
       update queue.active_job aj set flags = aj.flags & ~1024/* aborting */ where aj.id = v_job.id;
       perform queue._end_attempt(
         jsonb_build_object('outcome', 'failed', 'error', v_message, 'options',
           '{"retryable": false, "reason": "operator"}'::jsonb),
-        v_job.id, v_job.claim, true);
+        v_job.id, v_job.claim, false);
       perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'failed');
+      v_running := v_running || v_job.id;
     elsif v_job.situation = 'open' then
-      v_taken := queue._dequeue(v_job.id);
-      perform queue._finish_unclaimed(array[v_job.id], 'failed', 'operator', v_message);
-      perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
-    else
-      continue;
+      v_open := v_open || v_job.id;
     end if;
-    v_done := v_done || v_job.id;
   end loop;
+  v_done := queue._end_open(v_open, 'failed', v_message) || v_running;
+  if v_running is not null then
+    perform queue._settle_own(v_running);
+  end if;
   perform queue._announce();
   perform queue._audit_jobs('fail_jobs', jsonb_build_object('message', left(v_message, 1000)), v_done,
     v_before);
@@ -19932,39 +19960,43 @@ set search_path = pg_catalog, pg_temp set plan_cache_mode = force_generic_plan s
 declare
   v_before jsonb;
   v_job record;
-  v_done bigint[] := '{}'::bigint[];
-  v_taken record;
+  v_open bigint[] := '{}'::bigint[];
+  v_running bigint[];
+  v_claims bigint[];
+  v_finished bigint[];
+  v_done bigint[];
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', done.ids);
   end if;
   perform queue._lock_all_for_change(done.ids);
   v_before := queue._jobs_before(done.ids);
-  for v_job in select distinct u.id from unnest(done.ids) u (id) order by u.id loop
-    select v_job.id, g.* into v_job from queue._try_lock_job(v_job.id) g;
+  for v_job in select g.* from queue._try_lock_jobs(done.ids) g loop
     if v_job.situation = 'running' then
-      perform queue._succeed(array[v_job.id], array[v_job.claim], null);
-      update queue.finished f set reason = 'operator' where f.id = v_job.id;
+      v_running := v_running || v_job.id;
+      v_claims := v_claims || v_job.claim;
       perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'done');
     elsif v_job.situation = 'open' then
-      v_taken := queue._dequeue(v_job.id);
-      perform queue._finish_unclaimed(array[v_job.id], 'succeeded', 'operator', null);
-      perform queue._advance(p_ended => array[v_job.id], p_keys => v_taken.keys);
-    elsif v_job.situation = 'finished' then
-      -- The failure is counted before it disappears. A job that has succeeded stays as it is.
-      perform queue._count_ends_of(array[f.id], false) from queue.finished f
-      where f.id = v_job.id and f.state <> 'succeeded';
-      update queue.finished f
-      set state = 'succeeded', reason = 'operator', finished_at = clock_timestamp(), worker_id = null
-      where f.id = v_job.id and f.state <> 'succeeded';
-      continue when not found;
-      perform queue._set_purge_at(v_job.id);
-      perform queue._advance(p_changed => array[v_job.id]);
+      v_open := v_open || v_job.id;
     else
-      continue;
+      v_finished := v_finished || v_job.id;
     end if;
-    v_done := v_done || v_job.id;
   end loop;
+  v_done := queue._end_open(v_open, 'succeeded', null) || v_running;
+  if v_running is not null then
+    perform queue._succeed(v_running, v_claims, null);
+    update queue.finished f set reason = 'operator' where f.id = any (v_running);
+  end if;
+  -- A job that has succeeded stays as it is. A failure is counted before it disappears.
+  v_finished := array(
+    select f.id from queue.finished f where f.id = any (v_finished) and f.state <> 'succeeded' order by f.id);
+  perform queue._count_ends_of(v_finished, false);
+  update queue.finished f
+  set state = 'succeeded', reason = 'operator', finished_at = clock_timestamp(), worker_id = null
+  where f.id = any (v_finished);
+  perform queue._set_purge_at(u.id) from unnest(v_finished) u (id);
+  perform queue._advance(p_changed => v_finished);
+  v_done := v_done || v_finished;
   perform queue._announce();
   perform queue._audit_jobs('done', '{}', v_done, v_before);
   return query select t.id, t.outcome, t.error from queue._change_results(done.ids, v_done) t;
@@ -19973,6 +20005,24 @@ comment on function queue.done(bigint[]) is
   'Marks jobs as succeeded, reason operator, without running them: unfinished, failed and cancelled ones.'
     ' Jobs that need them can then run. The claims of running ones are lost. Jobs that have succeeded are'
     ' refused (QJ003). Returns a row for each id: succeeded, or an error with its state.';
+
+-- Ends jobs that are neither running nor finished, and returns them. All leave their places before any turn
+-- is passed on, so that none of them gets the turn.
+-- Locks: the caller holds the admission lock and the jobs' rows.
+-- Why no wake-up is lost: _advance passes on what they held.
+create or replace function queue._end_open(p_ids bigint[], p_state text, p_error text)
+returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_taken record;
+begin
+  if p_ids = '{}' then
+    return p_ids;
+  end if;
+  v_taken := queue._dequeue_all(p_ids);
+  perform queue._finish_unclaimed(v_taken.ids, p_state, 'operator', p_error);
+  perform queue._advance(p_ended => v_taken.ids, p_keys => v_taken.keys);
+  return v_taken.ids;
+end $$;
 
 -- operate/delete.sql
 -- Deleting jobs and queues.

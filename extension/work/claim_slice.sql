@@ -66,7 +66,7 @@ begin
       where (j.xid, j.id) > (v_part.from_xid, v_part.from_id)
         and (j.xid, j.id) <= (v_part.to_xid, v_part.to_id)
         and pg_visible_in_snapshot(j.xid, v_part.upto) and j.xid is distinct from v_part.own
-      order by j.xid, j.id limit p_n + case when v_part.no is null then 1 else 0 end),
+      order by j.xid, j.id limit p_n::bigint + case when v_part.no is null then 1 else 0 end),
     lane as materialized (
       select l.lane, l.queue, l.priority, l.extra_flags
       from (select f.queue, f.priority from fresh f limit 1) f

@@ -1,6 +1,6 @@
 -- Changing many jobs by hand: move, set_priority, set_deadline, reschedule, set_args; the arguments of copy, delete, fail_jobs and done, too.
 
-select plan(140);
+select plan(147);
 
 \ir change.helpers.psql
 
@@ -155,6 +155,24 @@ select is((select count(*)::integer from pg_temp.odd o join queue.jobs j on j.qu
 select is((select string_agg(m.outcome, ' ') from pg_temp.odd o join queue.jobs j on j.queue = o.name cross join lateral queue.move(array[j.id], 'x' || left(o.name, 999)) m), 'ready' || repeat(' ready', 7), 'work in move');
 select is((select string_agg(m.outcome, ' ') from pg_temp.odd o join queue.jobs j on j.queue = 'x' || left(o.name, 999) cross join lateral queue.move(array[j.id], o.name) m), 'ready' || repeat(' ready', 7), 'and back');
 select is((select sum(queue.delete_queue(o.name, true))::integer from pg_temp.odd o), 8, 'and delete_queue');
+select is_empty('select * from queue.check()', 'in order');
+
+-- Many jobs of a few keys: the keys are looked at once for all of them, not once for each
+create function pg_temp.rows_read(call text) returns bigint language plpgsql as $$
+declare
+  v_before bigint;
+begin
+  select sum(s.seq_tup_read + coalesce(s.idx_tup_fetch, 0)) into v_before from pg_stat_xact_user_tables s where s.schemaname = 'queue';
+  execute call;
+  return (select sum(s.seq_tup_read + coalesce(s.idx_tup_fetch, 0)) from pg_stat_xact_user_tables s where s.schemaname = 'queue') - v_before;
+end $$;
+select queue.defer('many', queue => 'many', options => '{"concurrency": [{"key": "many A", "limit": 50, "weight": 3}, {"key": "many B", "limit": 30, "weight": 2}]}') from generate_series(1, 400) \g /dev/null
+do $$ begin while (select t.admitted from queue.tick() t) > 0 loop end loop; end $$;
+select cmp_ok(pg_temp.rows_read(format('select queue.%s', c)), '<', 15000::bigint, 'many jobs of a key: ' || left(c, 12))
+from (values (1, 'set_priority(%L, 3)'), (2, 'set_deadline(%L, ''2999-01-01Z'')'), (3, 'move(%L, ''many'')'), (4, 'fail_jobs(%L)')) x (no, f),
+  lateral (select format(x.f, (select array_agg(j.id) from (select j.id from queue.jobs j where j.task = 'many' order by j.id limit 200) j)) as c) y order by x.no;
+select cmp_ok(pg_temp.rows_read(format('select queue.done(%L)', (select array_agg(j.id) from queue.jobs j where j.task = 'many' and j.state <> 'failed'))), '<', 15000::bigint, 'and done');
+select is((select string_agg(distinct j.state, ' ' order by j.state) from queue.jobs j where j.task = 'many'), 'failed succeeded', 'do their work');
 select is_empty('select * from queue.check()', 'in order');
 
 -- The caller's own limit of waiting

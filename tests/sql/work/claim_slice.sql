@@ -1,9 +1,14 @@
 -- Many jobs claimed as they are admitted: the same ones in the same order as by the long way.
 
-select plan(43);
+select plan(44);
 
 select queue.register_worker('w', info => '{"dead_after": "1 day"}') as worker \gset
 select queue.register_task('t', '{}') \g /dev/null
+
+select queue.fetch(:worker) \g /dev/null
+select queue.defer('t') \g /dev/null
+select is((select string_agg(e.state, ' ') from queue.fetch(:worker, max_jobs => 2147483647) f cross join lateral queue.finish_many(jsonb_build_array(jsonb_build_object('id', f.id, 'claim', f.claim, 'outcome', 'succeeded'))) e),
+          'succeeded', 'max_jobs may be as large as an integer can');
 
 -- What fetch returns, and what it leaves behind: once as if nothing had been ready after the last fetch, once as if
 -- something had. sliced: how many jobs it claimed as it admitted them. All is rolled back.
