@@ -11261,9 +11261,10 @@ end $$;
 --   p_changed: jobs whose dependents must check their needs again
 -- The order matters: no function may look for a job that is in no gate, so these come first.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
--- Duration: each link of a chain takes one round of the loop. After 20 rounds and 50 ms the rest is handed
--- over to the next admission, so that nobody waits long for the admission lock. The first 20 rounds run
--- however long they take, so that a short chain ends in the same way on a busy machine.
+-- Duration: each link of a chain takes one round of the loop, and so do each 1,000 jobs that arrive, as when
+-- a job ends that many need. After 20 rounds and 50 ms, or with more than 1,000 jobs after 500 ms, the rest is
+-- handed over to the next admission, so that nobody waits long for the admission lock. The first 20 rounds
+-- run however long they take, so that a short chain ends in the same way on a busy machine.
 -- Why no wake-up is lost: the rest is handed over like ended claims (admit/admission.sql), by kind: jobs in
 -- no gate (again, with flags 0 because they hold nothing), keys (refill), dependents (recheck), locks
 -- (readmit).
@@ -11272,9 +11273,10 @@ create or replace function queue._advance(
   p_keys text[] default null, p_locks text[] default null, p_changed bigint[] default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_until constant timestamptz := clock_timestamp() + interval '50 ms';
+  v_start constant timestamptz := clock_timestamp();
   v_arrived bigint[] := p_arrived;
   v_met bigint[];  -- arrived jobs whose needs are met
+  v_later bigint[] := '{}'::bigint[];  -- arrived jobs beyond 1,000
   v_turned bigint[] := p_turned;
   v_ended bigint[] := p_ended;
   v_keys text[] := p_keys;
@@ -11287,6 +11289,11 @@ begin
   perform queue._count_in_groups(p_changed) where p_changed <> '{}';
   loop
     v_rounds := v_rounds + 1;
+    if greatest(cardinality(v_arrived), cardinality(v_met)) > 1000 then
+      v_later := v_arrived[1001:] || v_met[1001:] || v_later;
+      v_arrived := v_arrived[:1000];
+      v_met := v_met[:1000];
+    end if;
     if v_arrived <> '{}' or v_met <> '{}' then
       v_step := queue._pass_gates(v_arrived, v_met);
       v_arrived := null;
@@ -11315,6 +11322,9 @@ begin
     end if;
     if v_turned <> '{}' or v_arrived <> '{}' then
       null;
+    elsif v_later <> '{}' then
+      v_arrived := v_later;
+      v_later := '{}';
     elsif v_keys <> '{}' then
       v_keys := queue._refill(v_keys);
     elsif v_locks <> '{}' then
@@ -11331,13 +11341,14 @@ begin
     else
       return;
     end if;
-    exit when v_rounds > 20 and clock_timestamp() > v_until;
+    exit when v_rounds > 20 and clock_timestamp() > v_start + interval '50 ms'
+      or cardinality(v_arrived) > 1000 and clock_timestamp() > v_start + interval '500 ms';
   end loop;
   if v_turned <> '{}' then
     perform queue._keep_turns(v_turned);
   end if;
   insert into queue.pending_settlement (job_id, kind, flags, payload)
-  select u.id, 'again', 0, null::jsonb from unnest(v_arrived || v_met || v_turned) u (id)
+  select u.id, 'again', 0, null::jsonb from unnest(v_arrived || v_met || v_turned || v_later) u (id)
   union all
   select u.id, 'recheck', 4096/* needed */, null from unnest(v_changed) u (id)
   union all
