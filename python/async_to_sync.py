@@ -3,8 +3,9 @@
     async_to_sync.py           write them
     async_to_sync.py --check   exit with 1 if one is not current
 
-The rules work on text: they remove `async` and `await`, and the `Async`, `async_` or `_async` of
-names. If the rules do not fit a source, it is not a twin: write both versions by hand.
+The rules work on text: they remove `async` and `await`, the `Async`, `async_` or `_async` of names,
+and what follows `# Not in the twin:` until `...`. If the rules do not fit a source, it is not a
+twin: write both versions by hand.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ __all__ = ["main", "sources", "twin_of", "written"]
 PACKAGE = Path(__file__).parent / "pgdefer"
 HEADER = "# Generated from {source}: change that, and run `make generate`.\n"
 RULES = [
+    (r"^    # Not in the twin:\n(?s:.*?) \.\.\.\n", ""),
     (r"\basync (def|with|for)\b", r"\1"),
     (r"\bawait ", ""),
     (r"\basyncio\.sleep\b", "time.sleep"),

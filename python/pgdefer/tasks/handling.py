@@ -62,7 +62,8 @@ class Decision:
 
 
 Classes = type[BaseException] | tuple[type[BaseException], ...]
-Decide = Callable[[BaseException, JobContext], Decision | None]
+# The error is Any, so that a function may be declared for the errors that it expects.
+Decide = Callable[[Any, JobContext], Decision | None]
 
 
 class HandlingOptions(TypedDict, total=False):

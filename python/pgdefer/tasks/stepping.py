@@ -26,10 +26,10 @@ from pgdefer.options import RetryPolicy
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.steps import (
     LOST,
+    StepCall,
     StepDecorator,
     StepFunction,
     Steps,
-    StepValue,
     TakeSteps,
     check_function,
     check_is_decorator,
@@ -74,7 +74,7 @@ class StepCalls:
     def step(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: StepCall[R],
         /,
         *args: Any,
         fingerprint: str | None = None,
@@ -82,7 +82,7 @@ class StepCalls:
         timeout: dt.timedelta | None = None,
         deadline: dt.datetime | dt.timedelta | None = None,
         **kwargs: Any,
-    ) -> StepValue: ...
+    ) -> R: ...
     @overload
     def step(self, function: StepFunction[P, R], /) -> StepFunction[P, R]: ...
     @overload

@@ -26,9 +26,9 @@ from pgdefer.options import RetryPolicy
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.steps import (
     LOST,
+    AsyncStepCall,
     AsyncStepDecorator,
     AsyncStepFunction,
-    AsyncStepValue,
     Steps,
     TakeSteps,
     check_function,
@@ -71,18 +71,32 @@ class AsyncStepCalls:
     # Steps
 
     @overload
-    def step_async(
+    async def step_async(
         self,
         name: str,
-        function: Callable[..., Any],
+        function: AsyncStepCall[R],
         /,
         *args: Any,
         fingerprint: str | None = None,
         retry: RetryPolicy | None = None,
-        timeout: dt.timedelta | None = None,
+        timeout: dt.timedelta | None = None,  # noqa: ASYNC109
         deadline: dt.datetime | dt.timedelta | None = None,
         **kwargs: Any,
-    ) -> AsyncStepValue: ...
+    ) -> R: ...
+    # Not in the twin:
+    @overload
+    async def step_async(
+        self,
+        name: str,
+        function: Callable[..., R],
+        /,
+        *args: Any,
+        fingerprint: str | None = None,
+        retry: RetryPolicy | None = None,
+        timeout: dt.timedelta | None = None,  # noqa: ASYNC109
+        deadline: dt.datetime | dt.timedelta | None = None,
+        **kwargs: Any,
+    ) -> R: ...
     @overload
     def step_async(self, function: AsyncStepFunction[P, R], /) -> AsyncStepFunction[P, R]: ...
     @overload

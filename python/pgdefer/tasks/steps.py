@@ -34,12 +34,12 @@ from pgdefer.tasks.running_steps import RunningSteps
 
 __all__ = [
     "LOST",
+    "AsyncStepCall",
     "AsyncStepDecorator",
     "AsyncStepFunction",
-    "AsyncStepValue",
+    "StepCall",
     "StepDecorator",
     "StepFunction",
-    "StepValue",
     "Steps",
     "TakeSteps",
     "check_is_decorator",
@@ -67,9 +67,9 @@ R = TypeVar("R")
 
 StepFunction: TypeAlias = Callable[P, R]
 AsyncStepFunction: TypeAlias = Callable[P, Coroutine[Any, Any, R]]
-StepValue: TypeAlias = Any
+StepCall: TypeAlias = Callable[..., R]
+AsyncStepCall: TypeAlias = Callable[..., Coroutine[Any, Any, R]]
 TakeSteps: TypeAlias = Callable[..., str]
-AsyncStepValue: TypeAlias = Coroutine[Any, Any, Any]
 # A row of queue.needs: a child's id, task, state, result and last error.
 Child: TypeAlias = Sequence[Any]
 

@@ -71,7 +71,7 @@ async def insert_rows(jobs: list[BatchJob[Row]]) -> list[int]:
 
 def texts(jobs: list[BatchJob[str]]) -> None: ...
 
-def decide(error: BaseException, job: JobContext) -> Decision | None:
+def decide(error: Exception, job: JobContext) -> Decision | None:
     return Decision(retry_in=timedelta(1)) if job.attempt == 1 else None
 
 @app.task(decide=decide)
@@ -117,6 +117,10 @@ GOOD = """
     z: App = App(connection=(pool, async_pool)) if w else App(connection=pool)
     aa: Job[float] = await send.configure(connection=async_pool).defer_async(1)
     bb: str = a.hold(connection=pool)
+    cc: int = current_job().step("count", count, "x", retry=5)
+    dd: float = await current_job().step_async("send", send, 1, subject="x")
+    ee: int = await current_job().step_async("count", count, "x")
+    ff: int = current_job().step("one", lambda: 1)
 """
 
 BAD = [
@@ -155,6 +159,8 @@ BAD = [
     ("insert_rows.defer('a', x=1)", "Unexpected keyword argument"),
     ("app.task(batch=5, batch_of=Row)(texts)", "incompatible type"),
     ("app.job('5')", "incompatible type"),
+    ("x2: str = current_job().step('count', count, 'x')", "Incompatible types in assignment"),
+    ("y2: str = await current_job().step_async('s', send, 1)", "incompatible type"),
 ]
 
 
