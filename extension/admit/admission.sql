@@ -316,18 +316,3 @@ begin
     from queue._run_due_schedules(p_due_at, p_slice) r;
   end if;
 end $$;
-
--- Admits everything that is visible, so that an operator finds every job behind the gates.
--- Locks: the admission lock, waited for.
-create or replace function queue._admit_all()
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-declare
-  v_admit record;
-begin
-  perform queue._lock_admission(true);
-  loop
-    select a.* into v_admit from queue._admit(1000) a;
-    exit when not v_admit.has_more;
-  end loop;
-  perform queue._advance_own();
-end $$;

@@ -15,10 +15,11 @@
 --   p_changed: jobs whose dependents must check their needs again
 -- The order matters: no function may look for a job that is in no gate, so these come first.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
--- Duration: each link of a chain takes one round of the loop, and so do each 1,000 jobs that arrive, as when
--- a job ends that many need. After 20 rounds and 50 ms, or with more than 1,000 jobs after 500 ms, the rest is
--- handed over to the next admission, so that nobody waits long for the admission lock. The first 20 rounds
--- run however long they take, so that a short chain ends in the same way on a busy machine.
+-- Duration: a round of the loop takes one link of each chain, and at most 1,000 of the jobs that arrive, as
+-- when a job ends that many need. The rest is handed over to the next admission after 20 rounds and 50 ms, or
+-- after 500 ms if more than 1,000 jobs are left to arrive, so that nobody waits long for the admission lock.
+-- Otherwise the first 20 rounds run however long they take, so that a short chain ends in the same way on a
+-- busy machine.
 -- Why no wake-up is lost: the rest is handed over like ended claims (admit/admission.sql), by kind: jobs in
 -- no gate (again, with flags 0 because they hold nothing), keys (refill), dependents (recheck), locks
 -- (readmit).

@@ -16,3 +16,14 @@ begin
     left join queue.queue_config c on c.queue = j.queue
     where j.id = p_id);
 end $$;
+
+-- Sets the retention of a finished job again after a change of its queue or state.
+create or replace function queue._set_purge_at(p_id bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  -- Not before now: a job whose transaction names this one as a need may not have committed yet (_safe_at).
+  update queue.finished f
+  set purge_at = greatest(f.finished_at + x.retain, case when x.retain is not null then clock_timestamp() end)
+  from (select queue._retention(p_id, null) as retain) x
+  where f.id = p_id;
+end $$;

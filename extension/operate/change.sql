@@ -18,7 +18,6 @@ declare
   v_before jsonb;
   v_job record;
   v_running bigint[];
-  v_finished bigint[];
   v_done bigint[] := '{}'::bigint[];
 begin
   {{if_restricted}}
@@ -35,16 +34,18 @@ begin
         v_job.id, v_job.claim, false);
       perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'moved');
       v_running := v_running || v_job.id;
-    elsif v_job.situation = 'finished' then
-      v_finished := v_finished || v_job.id;
     end if;
     v_done := v_done || v_job.id;
   end loop;
   if v_running is not null then
+    -- The slots of the old queue must be free before the jobs have the new one. If one job can't be settled,
+    -- it alone stays where it is.
     perform queue._settle_own(v_running);
+    perform queue._settle_own(array[u.id]) from unnest(v_running) u (id) where queue._is_unsettled(u.id);
+    v_done := array(select u.id from unnest(v_done) u (id) where not queue._is_unsettled(u.id));
   end if;
   perform queue._override(v_done, p_queue => move.queue);
-  perform queue._set_purge_at(u.id) from unnest(v_finished) u (id);
+  perform queue._set_purge_at(u.id) from unnest(v_done) u (id);
   perform queue._announce();
   perform queue._audit_jobs('move', jsonb_build_object('queue', move.queue, 'force', move.force), v_done,
     v_before, move.queue);

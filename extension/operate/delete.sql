@@ -12,7 +12,7 @@ begin
   {{if_restricted}}
     perform queue._require_jobs('{operator}', delete.ids);
   end if;
-  perform queue._lock_all_for_change(delete.ids);
+  perform queue._lock_all_for_change(delete.ids, p_admits_all => true);
   v_before := queue._jobs_before(delete.ids, 'task');
   v_done := queue._delete(delete.ids, coalesce(delete.force, false));
   perform queue._announce();

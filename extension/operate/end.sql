@@ -36,6 +36,7 @@ begin
   if v_running is not null then
     perform queue._settle_own(v_running);
   end if;
+  v_done := array(select u.id from unnest(v_done) u (id) order by u.id);
   perform queue._announce();
   perform queue._audit_jobs('fail_jobs', jsonb_build_object('message', left(v_message, 1000)), v_done,
     v_before);
@@ -57,6 +58,7 @@ declare
   v_open bigint[] := '{}'::bigint[];
   v_running bigint[];
   v_claims bigint[];
+  v_workers bigint[];
   v_finished bigint[];
   v_done bigint[];
 begin
@@ -69,7 +71,7 @@ begin
     if v_job.situation = 'running' then
       v_running := v_running || v_job.id;
       v_claims := v_claims || v_job.claim;
-      perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'done');
+      v_workers := v_workers || v_job.worker_id;
     elsif v_job.situation = 'open' then
       v_open := v_open || v_job.id;
     else
@@ -80,6 +82,9 @@ begin
   if v_running is not null then
     perform queue._succeed(v_running, v_claims, null);
     update queue.finished f set reason = 'operator' where f.id = any (v_running);
+    -- After the ends, which delete earlier aborts of these jobs.
+    perform queue._notify_abort(u.id, u.claim, u.worker_id, 'done')
+    from unnest(v_running, v_claims, v_workers) u (id, claim, worker_id);
   end if;
   -- A job that has succeeded stays as it is. A failure is counted before it disappears.
   v_finished := array(
@@ -90,7 +95,7 @@ begin
   where f.id = any (v_finished);
   perform queue._set_purge_at(u.id) from unnest(v_finished) u (id);
   perform queue._advance(p_changed => v_finished);
-  v_done := v_done || v_finished;
+  v_done := array(select u.id from unnest(v_done || v_finished) u (id) order by u.id);
   perform queue._announce();
   perform queue._audit_jobs('done', '{}', v_done, v_before);
   return query select t.id, t.outcome, t.error from queue._change_results(done.ids, v_done) t;

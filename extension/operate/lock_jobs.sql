@@ -43,27 +43,30 @@ begin
         ' make this call in a transaction of its own.');
     end if;
   end if;
-  perform queue._admit_all();
+  perform queue._admit_all(array[p_id]);
   perform queue._require_jobs('{operator}', array[p_id]);
 end $$;
 
--- Prepares a call that changes many jobs: takes the locks in their order.
+-- Prepares a call that changes many jobs: takes the locks in their order. p_admits_all: the call must also
+-- know the jobs that need these.
 -- Locks: those of _lock_rows. Raises: 22023, QJ008.
-create or replace function queue._lock_all_for_change(p_ids bigint[])
+create or replace function queue._lock_all_for_change(p_ids bigint[], p_admits_all boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._check_isolation();
   perform queue._check_ids(p_ids);
-  perform queue._lock_rows(p_ids);
+  perform queue._lock_rows(p_ids, p_admits_all => p_admits_all);
   perform queue._require_jobs('{operator}', p_ids);
 end $$;
 
 -- Locks the rows of jobs. The caller then knows their state, except where another transaction holds a row.
--- With p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one.
+-- With p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one. p_admits_all:
+-- everything visible is admitted, not only these jobs.
 -- Locks: those of _take_rows; all other rows of queue.active_job by skip locked. If this transaction holds
 -- the admission lock already: those of _try_retake_queueing_locks; all rows by skip locked.
 -- Why it ends: after five rounds it goes on without the rows that others hold: those jobs are busy.
-create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false)
+create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false,
+  p_admits_all boolean default true)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_taken record;
@@ -79,7 +82,7 @@ begin
     end loop;
     v_keyed := v_taken.keyed;
   end if;
-  perform queue._admit_all();
+  perform queue._admit_all(case when not p_admits_all then p_ids end);
   perform from queue.active_job aj where aj.id = any (p_ids) for no key update skip locked;
   return v_keyed;
 end $$;
@@ -312,18 +315,6 @@ begin
     and not (h.kind = 'again' and h.flags = 0 and h.payload is null));
 end $$;
 
--- Whether a job waits in a gate. A job that does not, and is neither in queue.active_job nor in
--- queue.finished, is not admitted yet.
--- Locks: the caller holds the admission lock.
-create or replace function queue._is_gated(p_id bigint)
-returns boolean language plpgsql stable parallel safe security invoker as $$
-begin
-  return exists (select from queue.waiting w where w.id = p_id)
-    or exists (select from queue.unsettled h where h.job_id = p_id and h.kind = 'again')
-    or exists (select from queue.job_now j join queue.lock_member m on m.lock = j.lock and m.id = j.id
-               where j.id = p_id);
-end $$;
-
 -- A job's state as queue.jobs shows it.
 create or replace function queue._state(p_id bigint)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
@@ -348,15 +339,4 @@ begin
     from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
     left join lateral (select j.id, j.state from queue.all_jobs j where j.id = u.id offset 0) j on true
     order by u.n;
-end $$;
-
--- Sets the retention of a finished job again after a change of its queue or state.
-create or replace function queue._set_purge_at(p_id bigint)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  -- Not before now: a job whose transaction names this one as a need may not have committed yet (_safe_at).
-  update queue.finished f
-  set purge_at = greatest(f.finished_at + x.retain, case when x.retain is not null then clock_timestamp() end)
-  from (select queue._retention(p_id, null) as retain) x
-  where f.id = p_id;
 end $$;

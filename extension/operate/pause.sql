@@ -73,7 +73,7 @@ declare
   v_is_over boolean;
 begin
   perform queue._check_pause(p_queue, p_task);
-  perform queue._admit_all();
+  perform queue._admit_all('{}');
   delete from queue.pause p
   where (v_queue is null or queue._matches(p.queue, v_queue)) and p.task is not distinct from p_task
     and (p.is_paused or p_task is not null
@@ -107,7 +107,7 @@ declare
   v_no bigint;
 begin
   perform queue._check_pause(p_queue, p_task);
-  perform queue._admit_all();
+  perform queue._admit_all('{}');
   delete from queue.pause p
   where (v_queue is null or queue._matches(p.queue, v_queue)) and (p_task is null or p.task = p_task);
   get diagnostics v_covered = row_count;
@@ -263,7 +263,8 @@ begin
           union all select w.id from queue.waiting w
           union all select m.id from queue.lock_member m
           where not exists (select from queue.active_job aj where aj.id = m.id)
-            and not exists (select from queue.waiting w where w.id = m.id)) u
+            and not exists (select from queue.waiting w where w.id = m.id)
+          union all select u.id from queue.unadmitted u) u
     join queue.job_now j on j.id = u.id
     where (p_queue is null or queue._matches(j.queue, p_queue))
       and (p_task is null or j.task = p_task)

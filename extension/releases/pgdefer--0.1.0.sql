@@ -8552,6 +8552,17 @@ begin
     where j.id = p_id);
 end $$;
 
+-- Sets the retention of a finished job again after a change of its queue or state.
+create or replace function queue._set_purge_at(p_id bigint)
+returns void language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  -- Not before now: a job whose transaction names this one as a need may not have committed yet (_safe_at).
+  update queue.finished f
+  set purge_at = greatest(f.finished_at + x.retain, case when x.retain is not null then clock_timestamp() end)
+  from (select queue._retention(p_id, null) as retain) x
+  where f.id = p_id;
+end $$;
+
 -- admit/dequeue.sql
 -- Leaving the gates: takes jobs out of the places where they wait, and ends those that no claim holds.
 -- Tests: operate/change.sql, operate/delete.sql.
@@ -11261,10 +11272,11 @@ end $$;
 --   p_changed: jobs whose dependents must check their needs again
 -- The order matters: no function may look for a job that is in no gate, so these come first.
 -- Locks: the caller holds the admission lock; rows of queue.active_job by skip locked.
--- Duration: each link of a chain takes one round of the loop, and so do each 1,000 jobs that arrive, as when
--- a job ends that many need. After 20 rounds and 50 ms, or with more than 1,000 jobs after 500 ms, the rest is
--- handed over to the next admission, so that nobody waits long for the admission lock. The first 20 rounds
--- run however long they take, so that a short chain ends in the same way on a busy machine.
+-- Duration: a round of the loop takes one link of each chain, and at most 1,000 of the jobs that arrive, as
+-- when a job ends that many need. The rest is handed over to the next admission after 20 rounds and 50 ms, or
+-- after 500 ms if more than 1,000 jobs are left to arrive, so that nobody waits long for the admission lock.
+-- Otherwise the first 20 rounds run however long they take, so that a short chain ends in the same way on a
+-- busy machine.
 -- Why no wake-up is lost: the rest is handed over like ended claims (admit/admission.sql), by kind: jobs in
 -- no gate (again, with flags 0 because they hold nothing), keys (refill), dependents (recheck), locks
 -- (readmit).
@@ -12700,9 +12712,15 @@ begin
   end if;
 end $$;
 
--- Admits everything that is visible, so that an operator finds every job behind the gates.
+-- admit/admit_all.sql
+-- Admission for operators: of all jobs, or until some are admitted.
+-- Tests: admit/admit_all.sql, operate/change.again.spec.
+
+-- Admits everything that is visible, so that an operator finds every job behind the gates; with p_ids only
+-- until these jobs are. So after a large import others need not wait until all of it is admitted.
 -- Locks: the admission lock, waited for.
-create or replace function queue._admit_all()
+-- Why no wake-up is lost: the cursor says that there is more, and the next admission goes on.
+create or replace function queue._admit_all(p_ids bigint[] default null)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_admit record;
@@ -12710,9 +12728,37 @@ begin
   perform queue._lock_admission(true);
   loop
     select a.* into v_admit from queue._admit(1000) a;
-    exit when not v_admit.has_more;
+    exit when not v_admit.has_more or queue._are_admitted(p_ids);
   end loop;
-  perform queue._advance_own();
+  if p_ids is null then
+    perform queue._advance_own();  -- a job that was handed over is found by its id
+  end if;
+end $$;
+
+-- Whether none of these jobs is still to be admitted, or is parked. False for NULL.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._are_admitted(p_ids bigint[])
+returns boolean language plpgsql volatile parallel unsafe security invoker as $$
+begin
+  return p_ids is not null
+    and not exists (select from queue.waiting w where w.id = any (p_ids) and w.reason = 'parked')
+    and not exists (
+      select from unnest(p_ids) u (id) join queue.job j on j.id = u.id
+      where not exists (select from queue.active_job aj where aj.id = u.id)
+        and not exists (select from queue.finished f where f.id = u.id)
+        and not queue._is_gated(u.id));
+end $$;
+
+-- Whether a job waits in a gate. A job that does not, and is neither in queue.active_job nor in
+-- queue.finished, is not admitted yet.
+-- Locks: the caller holds the admission lock.
+create or replace function queue._is_gated(p_id bigint)
+returns boolean language plpgsql stable parallel safe security invoker as $$
+begin
+  return exists (select from queue.waiting w where w.id = p_id)
+    or exists (select from queue.unsettled h where h.job_id = p_id and h.kind = 'again')
+    or exists (select from queue.job_now j join queue.lock_member m on m.lock = j.lock and m.id = j.id
+               where j.id = p_id);
 end $$;
 
 -- admit/expiry.sql
@@ -18983,27 +19029,30 @@ begin
         ' make this call in a transaction of its own.');
     end if;
   end if;
-  perform queue._admit_all();
+  perform queue._admit_all(array[p_id]);
   perform queue._require_jobs('{operator}', array[p_id]);
 end $$;
 
--- Prepares a call that changes many jobs: takes the locks in their order.
+-- Prepares a call that changes many jobs: takes the locks in their order. p_admits_all: the call must also
+-- know the jobs that need these.
 -- Locks: those of _lock_rows. Raises: 22023, QJ008.
-create or replace function queue._lock_all_for_change(p_ids bigint[])
+create or replace function queue._lock_all_for_change(p_ids bigint[], p_admits_all boolean default false)
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._check_isolation();
   perform queue._check_ids(p_ids);
-  perform queue._lock_rows(p_ids);
+  perform queue._lock_rows(p_ids, p_admits_all => p_admits_all);
   perform queue._require_jobs('{operator}', p_ids);
 end $$;
 
 -- Locks the rows of jobs. The caller then knows their state, except where another transaction holds a row.
--- With p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one.
+-- With p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one. p_admits_all:
+-- everything visible is admitted, not only these jobs.
 -- Locks: those of _take_rows; all other rows of queue.active_job by skip locked. If this transaction holds
 -- the admission lock already: those of _try_retake_queueing_locks; all rows by skip locked.
 -- Why it ends: after five rounds it goes on without the rows that others hold: those jobs are busy.
-create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false)
+create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false,
+  p_admits_all boolean default true)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_taken record;
@@ -19019,7 +19068,7 @@ begin
     end loop;
     v_keyed := v_taken.keyed;
   end if;
-  perform queue._admit_all();
+  perform queue._admit_all(case when not p_admits_all then p_ids end);
   perform from queue.active_job aj where aj.id = any (p_ids) for no key update skip locked;
   return v_keyed;
 end $$;
@@ -19252,18 +19301,6 @@ begin
     and not (h.kind = 'again' and h.flags = 0 and h.payload is null));
 end $$;
 
--- Whether a job waits in a gate. A job that does not, and is neither in queue.active_job nor in
--- queue.finished, is not admitted yet.
--- Locks: the caller holds the admission lock.
-create or replace function queue._is_gated(p_id bigint)
-returns boolean language plpgsql stable parallel safe security invoker as $$
-begin
-  return exists (select from queue.waiting w where w.id = p_id)
-    or exists (select from queue.unsettled h where h.job_id = p_id and h.kind = 'again')
-    or exists (select from queue.job_now j join queue.lock_member m on m.lock = j.lock and m.id = j.id
-               where j.id = p_id);
-end $$;
-
 -- A job's state as queue.jobs shows it.
 create or replace function queue._state(p_id bigint)
 returns text language plpgsql volatile parallel unsafe security invoker as $$
@@ -19288,17 +19325,6 @@ begin
     from (select u.id, min(u.n) as n from unnest(p_ids) with ordinality u (id, n) group by u.id) u
     left join lateral (select j.id, j.state from queue.all_jobs j where j.id = u.id offset 0) j on true
     order by u.n;
-end $$;
-
--- Sets the retention of a finished job again after a change of its queue or state.
-create or replace function queue._set_purge_at(p_id bigint)
-returns void language plpgsql volatile parallel unsafe security invoker as $$
-begin
-  -- Not before now: a job whose transaction names this one as a need may not have committed yet (_safe_at).
-  update queue.finished f
-  set purge_at = greatest(f.finished_at + x.retain, case when x.retain is not null then clock_timestamp() end)
-  from (select queue._retention(p_id, null) as retain) x
-  where f.id = p_id;
 end $$;
 
 -- operate/cancel_hold.sql
@@ -19439,7 +19465,7 @@ begin
     perform queue._job_not_found(cancel_children.job);
   end if;
   v_ids := queue._unfinished_children(cancel_children.job, cancel_children.abort is true, v_allowed);
-  perform queue._lock_all_for_change(v_ids);
+  perform queue._lock_all_for_change(v_ids, p_admits_all => true);
   v_ids := v_ids || array(
     select u.id
     from unnest(queue._unfinished_children(
@@ -19532,7 +19558,6 @@ declare
   v_before jsonb;
   v_job record;
   v_running bigint[];
-  v_finished bigint[];
   v_done bigint[] := '{}'::bigint[];
 begin
   if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
@@ -19549,16 +19574,18 @@ begin
         v_job.id, v_job.claim, false);
       perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'moved');
       v_running := v_running || v_job.id;
-    elsif v_job.situation = 'finished' then
-      v_finished := v_finished || v_job.id;
     end if;
     v_done := v_done || v_job.id;
   end loop;
   if v_running is not null then
+    -- The slots of the old queue must be free before the jobs have the new one. If one job can't be settled,
+    -- it alone stays where it is.
     perform queue._settle_own(v_running);
+    perform queue._settle_own(array[u.id]) from unnest(v_running) u (id) where queue._is_unsettled(u.id);
+    v_done := array(select u.id from unnest(v_done) u (id) where not queue._is_unsettled(u.id));
   end if;
   perform queue._override(v_done, p_queue => move.queue);
-  perform queue._set_purge_at(u.id) from unnest(v_finished) u (id);
+  perform queue._set_purge_at(u.id) from unnest(v_done) u (id);
   perform queue._announce();
   perform queue._audit_jobs('move', jsonb_build_object('queue', move.queue, 'force', move.force), v_done,
     v_before, move.queue);
@@ -19953,6 +19980,7 @@ begin
   if v_running is not null then
     perform queue._settle_own(v_running);
   end if;
+  v_done := array(select u.id from unnest(v_done) u (id) order by u.id);
   perform queue._announce();
   perform queue._audit_jobs('fail_jobs', jsonb_build_object('message', left(v_message, 1000)), v_done,
     v_before);
@@ -19974,6 +20002,7 @@ declare
   v_open bigint[] := '{}'::bigint[];
   v_running bigint[];
   v_claims bigint[];
+  v_workers bigint[];
   v_finished bigint[];
   v_done bigint[];
 begin
@@ -19986,7 +20015,7 @@ begin
     if v_job.situation = 'running' then
       v_running := v_running || v_job.id;
       v_claims := v_claims || v_job.claim;
-      perform queue._notify_abort(v_job.id, v_job.claim, v_job.worker_id, 'done');
+      v_workers := v_workers || v_job.worker_id;
     elsif v_job.situation = 'open' then
       v_open := v_open || v_job.id;
     else
@@ -19997,6 +20026,9 @@ begin
   if v_running is not null then
     perform queue._succeed(v_running, v_claims, null);
     update queue.finished f set reason = 'operator' where f.id = any (v_running);
+    -- After the ends, which delete earlier aborts of these jobs.
+    perform queue._notify_abort(u.id, u.claim, u.worker_id, 'done')
+    from unnest(v_running, v_claims, v_workers) u (id, claim, worker_id);
   end if;
   -- A job that has succeeded stays as it is. A failure is counted before it disappears.
   v_finished := array(
@@ -20007,7 +20039,7 @@ begin
   where f.id = any (v_finished);
   perform queue._set_purge_at(u.id) from unnest(v_finished) u (id);
   perform queue._advance(p_changed => v_finished);
-  v_done := v_done || v_finished;
+  v_done := array(select u.id from unnest(v_done || v_finished) u (id) order by u.id);
   perform queue._announce();
   perform queue._audit_jobs('done', '{}', v_done, v_before);
   return query select t.id, t.outcome, t.error from queue._change_results(done.ids, v_done) t;
@@ -20050,7 +20082,7 @@ begin
   if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', delete.ids);
   end if;
-  perform queue._lock_all_for_change(delete.ids);
+  perform queue._lock_all_for_change(delete.ids, p_admits_all => true);
   v_before := queue._jobs_before(delete.ids, 'task');
   v_done := queue._delete(delete.ids, coalesce(delete.force, false));
   perform queue._announce();
@@ -20586,7 +20618,7 @@ declare
   v_is_over boolean;
 begin
   perform queue._check_pause(p_queue, p_task);
-  perform queue._admit_all();
+  perform queue._admit_all('{}');
   delete from queue.pause p
   where (v_queue is null or queue._matches(p.queue, v_queue)) and p.task is not distinct from p_task
     and (p.is_paused or p_task is not null
@@ -20620,7 +20652,7 @@ declare
   v_no bigint;
 begin
   perform queue._check_pause(p_queue, p_task);
-  perform queue._admit_all();
+  perform queue._admit_all('{}');
   delete from queue.pause p
   where (v_queue is null or queue._matches(p.queue, v_queue)) and (p_task is null or p.task = p_task);
   get diagnostics v_covered = row_count;
@@ -20776,7 +20808,8 @@ begin
           union all select w.id from queue.waiting w
           union all select m.id from queue.lock_member m
           where not exists (select from queue.active_job aj where aj.id = m.id)
-            and not exists (select from queue.waiting w where w.id = m.id)) u
+            and not exists (select from queue.waiting w where w.id = m.id)
+          union all select u.id from queue.unadmitted u) u
     join queue.job_now j on j.id = u.id
     where (p_queue is null or queue._matches(j.queue, p_queue))
       and (p_task is null or j.task = p_task)
@@ -22370,8 +22403,8 @@ comment on function queue.search(text, text, text, bigint, text, text, bigint, i
     ' ***. by: text (a substring of the args as JSON text), path (a jsonpath that finds something, or a'
     ' predicate that is true; without variables), key (a whole lock, queueing lock, idempotency key or'
     ' concurrency key). Without a pattern it returns all jobs of a queue (a name, prefix* or *), task and'
-    ' state. excerpt: what was found with what surrounds it; without a pattern the start of args that take'
-    ' at most 2 kB. If it stops at max_jobs or after max_bytes (NULL: no limit), the last row has no id,'
+    ' state. excerpt: what was found with what surrounds it; without a pattern, or by key, the start of args'
+    ' that take at most 2 kB. If it stops at max_jobs or after max_bytes (NULL: no limit), the last row has no id,'
     ' excerpt says so, and next_id is the value of before for the next call.';
 
 -- Raises: 22023, QJ001.
@@ -22423,7 +22456,7 @@ create or replace function queue._found_jobs(p_ids bigint[], p_bytes integer[], 
 returns table (id bigint, queue_name text, task_name text, job_state text, reason text, priority integer,
   attempts integer, created_at timestamptz, scheduled_at timestamptz, started_at timestamptz,
   finished_at timestamptz, error text, description text, bytes integer, excerpt text, next_id bigint)
-language plpgsql stable parallel safe security invoker as $$
+language plpgsql stable parallel unsafe security invoker as $$
 begin
   return query
     select job.id, job.queue, job.task, job.state, job.reason, job.priority, job.attempts, job.created_at,
@@ -22494,13 +22527,15 @@ end $$;
 
 -- The text shown for a job: what matches with what surrounds it, or else the start of args that are small.
 create or replace function queue._excerpt(p_pattern text, p_by text, p_path jsonpath, p_args jsonb)
-returns text language plpgsql stable parallel safe security invoker as $$
+returns text language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_text text;
   v_at integer;
 begin
   if p_pattern is null or p_by = 'key' then
-    return case when pg_column_size(p_args) <= 2000 then nullif(left(p_args::text, 200), '{}') end;
+    -- The size in the row comes first: large args are not even read.
+    return case when pg_column_size(p_args) <= 2000 and queue._text_size(p_args, 2000) <= 2000
+      then nullif(left(p_args::text, 200), '{}') end;
   elsif p_by = 'path' then
     return left(jsonb_path_query_first_tz(p_args, p_path, '{}', true)::text, 200);
   end if;

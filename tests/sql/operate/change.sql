@@ -1,6 +1,6 @@
 -- Changing many jobs by hand: move, set_priority, set_deadline, reschedule, set_args; the arguments of copy, delete, fail_jobs and done, too.
 
-select plan(147);
+select plan(153);
 
 \ir change.helpers.psql
 
@@ -186,5 +186,28 @@ begin;
 select queue.set_priority(array(select j.id from queue.jobs j limit 2), 3) \g /dev/null
 select is(current_setting('lock_timeout'), '10s', 'or sets one for the rest of the transaction');
 commit;
+
+-- A claim that is taken back, and whose job ends by that
+select queue.configure_queue('hour', '{"retain": "1 hour"}'), queue.configure_queue('month', '{"retain": "30 days"}') \g /dev/null
+select queue.defer('t', queue => 'hour') as id \gset
+select f.id from queue.fetch(:worker, '{hour}') f \g /dev/null
+select queue.cancel(:id, abort => true) \g /dev/null
+select is((select m.outcome from queue.move(array[:id], 'month', force => true) m), 'cancelled', 'a job that its worker was told to abort ends');
+select cmp_ok((select f.purge_at - f.finished_at from queue.finished f where f.id = :id), '>=', '30 days'::interval, 'and is kept as its new queue says');
+-- One of them can't be settled
+select queue.configure_queue('fails', '{"max_running": 3}') \g /dev/null
+select queue.defer('t', queue => 'fails') as a, queue.defer('t', queue => 'fails') as b, queue.defer('poisoned', queue => 'fails') as c \gset
+select f.id from queue.fetch(:worker, '{fails}', 3) f \g /dev/null
+create function pg_temp.refuse() returns trigger language plpgsql as $$ begin raise exception 'a trigger of the owner''s that fails'; end $$;
+select set_config('test.refused', :c::text, false) \g /dev/null
+create trigger refuse before insert on queue.active_job for each row when (new.id = current_setting('test.refused')::bigint) execute function pg_temp.refuse();
+set client_min_messages = error;
+select is(pg_temp.says(format('queue.move(array[%s, %s, %s], ''moved'', force => true)', :a, :b, :c)), 'ready, ready, QJ003', 'of jobs of which one can''t be settled the others move');
+reset client_min_messages;
+drop trigger refuse on queue.active_job;
+do $$ begin while (select t.admitted from queue.tick() t) > 0 loop end loop; end $$;
+select is((select string_agg(j.queue || ' ' || j.state, ', ' order by j.id) from queue.jobs j where j.id in (:a, :b, :c)), 'moved ready, moved ready, fails ready', 'and it stays where it was');
+select is((select string_agg(s.used::text, ' ') from queue.semaphore s where s.key = 'qfails' and s.used <> 0), null, 'the slots of the old queue are free');
+select is_empty('select * from queue.check()', 'in order');
 
 select * from finish();

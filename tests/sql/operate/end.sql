@@ -1,6 +1,6 @@
 -- fail_jobs and done.
 
-select plan(28);
+select plan(32);
 
 \ir change.helpers.psql
 
@@ -62,6 +62,15 @@ select is(pg_temp.state(:dependent), 'upstream_failed', 'a need that has failed'
 select queue.done(array[:need]) \g /dev/null
 select is(pg_temp.state(:need) || ', ' || pg_temp.state(:dependent), 'succeeded operator, ready', 'and is done by hand releases its dependent');
 select ok((select f.finished_at > now() - interval '1 minute' and f.purge_at - f.finished_at = '1 hour' and f.error = 'once' from queue.finished f where f.id = :need), 'it is kept from then on, with its last error');
+select is_empty('select * from queue.check()', 'in order');
+
+-- Beside a running job that was told to abort
+select queue.defer('t', priority => 6000, lock => 'told') as told, queue.defer('t', priority => 6000, lock => 'other') as other \gset
+select f.id from queue.fetch(:worker, max_jobs => 2) f \g /dev/null
+select queue.cancel(:told, abort => true) \g /dev/null
+select is((select string_agg(h.reason, ' ') from queue.heartbeat(:worker) h), 'cancelled', 'a job that its worker was told to abort');
+select is((select string_agg(d.outcome, ' ') from queue.done(array[:other, :told]) d), 'succeeded succeeded', 'is done with another one');
+select is((select string_agg(h.reason, ' ') from queue.heartbeat(:worker) h), 'done done', 'the worker is told of both');
 select is_empty('select * from queue.check()', 'in order');
 
 select * from finish();
