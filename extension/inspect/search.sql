@@ -91,8 +91,8 @@ comment on function queue.search(text, text, text, bigint, text, text, bigint, i
     ' ***. by: text (a substring of the args as JSON text), path (a jsonpath that finds something, or a'
     ' predicate that is true; without variables), key (a whole lock, queueing lock, idempotency key or'
     ' concurrency key). Without a pattern it returns all jobs of a queue (a name, prefix* or *), task and'
-    ' state. excerpt: what was found with what surrounds it; without a pattern the start of args that take'
-    ' at most 2 kB. If it stops at max_jobs or after max_bytes (NULL: no limit), the last row has no id,'
+    ' state. excerpt: what was found with what surrounds it; without a pattern, or by key, the start of args'
+    ' that take at most 2 kB. If it stops at max_jobs or after max_bytes (NULL: no limit), the last row has no id,'
     ' excerpt says so, and next_id is the value of before for the next call.';
 
 -- Raises: 22023, QJ001.
@@ -144,7 +144,7 @@ create or replace function queue._found_jobs(p_ids bigint[], p_bytes integer[], 
 returns table (id bigint, queue_name text, task_name text, job_state text, reason text, priority integer,
   attempts integer, created_at timestamptz, scheduled_at timestamptz, started_at timestamptz,
   finished_at timestamptz, error text, description text, bytes integer, excerpt text, next_id bigint)
-language plpgsql stable parallel safe security invoker as $$
+language plpgsql stable parallel unsafe security invoker as $$
 begin
   return query
     select job.id, job.queue, job.task, job.state, job.reason, job.priority, job.attempts, job.created_at,
@@ -215,13 +215,15 @@ end $$;
 
 -- The text shown for a job: what matches with what surrounds it, or else the start of args that are small.
 create or replace function queue._excerpt(p_pattern text, p_by text, p_path jsonpath, p_args jsonb)
-returns text language plpgsql stable parallel safe security invoker as $$
+returns text language plpgsql stable parallel unsafe security invoker as $$
 declare
   v_text text;
   v_at integer;
 begin
   if p_pattern is null or p_by = 'key' then
-    return case when pg_column_size(p_args) <= 2000 then nullif(left(p_args::text, 200), '{}') end;
+    -- The size in the row comes first: large args are not even read.
+    return case when pg_column_size(p_args) <= 2000 and queue._text_size(p_args, 2000) <= 2000
+      then nullif(left(p_args::text, 200), '{}') end;
   elsif p_by = 'path' then
     return left(jsonb_path_query_first_tz(p_args, p_path, '{}', true)::text, 200);
   end if;
