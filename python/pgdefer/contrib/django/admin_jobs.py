@@ -69,7 +69,7 @@ def _action(name: str) -> Any:
     def action(model_admin: Any, request: HttpRequest, queryset: Any) -> HttpResponse | None:
         jobs = list(queryset)
         if _must_ask(request, name):
-            return _question(model_admin, request, name, jobs)
+            return _question(model_admin, request, name, jobs, request.get_full_path())
         if name == "retry":
             jobs = _without_succeeded(model_admin, request, jobs)
         act_on_each(model_admin, request, jobs, lambda job: function(job.id))
@@ -84,9 +84,9 @@ def _must_ask(request: HttpRequest, name: str) -> bool:
 
 
 def _question(
-    model_admin: Any, request: HttpRequest, name: str, jobs: list[Job]
+    model_admin: Any, request: HttpRequest, name: str, jobs: list[Job], back: str
 ) -> TemplateResponse:
-    """Return a page that asks whether to act; its answer repeats the request."""
+    """Return a page that asks whether to act: yes repeats the request, no leads back."""
     label, _function = ACTIONS[name]
     fields = [(key, value) for key, values in request.POST.lists() for value in values]
     context = {
@@ -94,6 +94,7 @@ def _question(
         "title": _("Are you sure?"),
         "label": label,
         "jobs": jobs,
+        "back": back,
         "fields": [(key, value) for key, value in fields if key != "csrfmiddlewaretoken"],
     }
     return TemplateResponse(request, "admin/pgdefer/job/confirm.html", context)
@@ -276,9 +277,9 @@ class JobAdmin(HidingAdmin):
             raise Http404
         if not self._may_do(request, name):
             raise PermissionDenied
-        if _must_ask(request, name):
-            job = self.get_object(request, str(id))
-            return _question(self, request, name, [] if job is None else [job])
+        page = reverse("admin:pgdefer_job_change", args=[id])
+        if _must_ask(request, name) and (job := self.get_object(request, str(id))) is not None:
+            return _question(self, request, name, [job], page)
         refused = act(lambda: ACTIONS[name][1](id))
         if refused is None:
             self.message_user(request, f"Job {id}: {name}", messages.SUCCESS)
@@ -286,7 +287,7 @@ class JobAdmin(HidingAdmin):
             self.message_user(request, refused, messages.ERROR)
         if name == "delete" and refused is None:
             return HttpResponseRedirect(reverse("admin:pgdefer_job_changelist"))
-        return HttpResponseRedirect(reverse("admin:pgdefer_job_change", args=[id]))
+        return HttpResponseRedirect(page)
 
     # Changing the args
 
