@@ -11,6 +11,7 @@ import numbers
 import re
 from collections.abc import (
     AsyncIterator,
+    Awaitable,
     Callable,
     Coroutine,
     Iterable,
@@ -68,7 +69,7 @@ R = TypeVar("R")
 StepFunction: TypeAlias = Callable[P, R]
 AsyncStepFunction: TypeAlias = Callable[P, Coroutine[Any, Any, R]]
 StepCall: TypeAlias = Callable[..., R]
-AsyncStepCall: TypeAlias = Callable[..., Coroutine[Any, Any, R]]
+AsyncStepCall: TypeAlias = Callable[..., Awaitable[R]]
 TakeSteps: TypeAlias = Callable[..., str]
 # A row of queue.needs: a child's id, task, state, result and last error.
 Child: TypeAlias = Sequence[Any]
