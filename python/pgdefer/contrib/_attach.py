@@ -1,10 +1,11 @@
-"""Puts middleware around the present and future tasks of an App.
+"""Puts middleware around the present and future tasks of an App, once.
 
 Tests: integration/test_telemetry.py.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,17 @@ from pgdefer.app import App
 from pgdefer.tasks.context import Middleware
 from pgdefer.tasks.prepared import DeferMiddleware
 
-__all__ = ["attach"]
+__all__ = ["attach", "claim"]
+
+_claimed: weakref.WeakKeyDictionary[App, set[str]] = weakref.WeakKeyDictionary()
+
+
+def claim(app: App, name: str) -> None:
+    """Raise RuntimeError if a package of this name instruments the App already."""
+    names = _claimed.setdefault(app, set())
+    if name in names:
+        raise RuntimeError(f"pgdefer.contrib.{name} instruments this App already")
+    names.add(name)
 
 
 def attach(

@@ -22,7 +22,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, Status, StatusCode
 
 from pgdefer.app import App
-from pgdefer.contrib._attach import attach
+from pgdefer.contrib._attach import attach, claim
 from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.error_report import error_details, error_text
 from pgdefer.tasks.prepared import Deferral
@@ -278,10 +278,11 @@ def instrument(
 
     With `sample` below 1, only that share of the calls and runs outside of a trace begin one. This
     costs the others less than a sampler of the SDK does; then leave that sampler at its default.
-    Raises ValueError if `sample` is not from 0 to 1.
+    Raises ValueError if `sample` is not from 0 to 1, RuntimeError in a second call for an App.
     """
     if not 0 <= sample <= 1:
         raise ValueError(f"sample must be from 0 to 1, not {sample!r}")
+    claim(app, "otel")
     telemetry = _Telemetry(
         app,
         trace.get_tracer("pgdefer", tracer_provider=tracer_provider),

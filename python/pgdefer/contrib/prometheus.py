@@ -8,7 +8,9 @@ Tests: integration/test_telemetry.py, integration/test_many_databases.py.
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 
@@ -18,6 +20,7 @@ from prometheus_client.registry import Collector
 
 from pgdefer._text import database_in_logs, logger
 from pgdefer.app import App
+from pgdefer.contrib._attach import claim
 from pgdefer.database import sql
 from pgdefer.database.execute import execute
 from pgdefer.database.execute_async import execute_async
@@ -170,13 +173,13 @@ def _metrics(answers: Mapping[tuple[str, ...], _Answer], *more: str) -> list[Met
     return [jobs, oldest, memory]
 
 
-def instrument(
-    app: App,
-    *,
-    registry: prometheus_client.CollectorRegistry = prometheus_client.REGISTRY,
-    queues: bool = False,
-) -> None:
-    """Measure an App's handlers; with `queues`, also its queues, which reads the database."""
+_with_queues: weakref.WeakSet[prometheus_client.CollectorRegistry] = weakref.WeakSet()
+
+
+@functools.cache
+def _handler_metrics(
+    registry: prometheus_client.CollectorRegistry,
+) -> tuple[prometheus_client.Histogram, prometheus_client.Counter]:
     duration = prometheus_client.Histogram(
         "pgdefer_run_seconds",
         "How long handlers ran.",
@@ -189,6 +192,24 @@ def instrument(
         ["task", "queue", "state"],
         registry=registry,
     )
+    return duration, ended
+
+
+def instrument(
+    app: App,
+    *,
+    registry: prometheus_client.CollectorRegistry = prometheus_client.REGISTRY,
+    queues: bool = False,
+) -> None:
+    """Measure an App's handlers; with `queues`, also its queues, which reads the database.
+
+    Apps with one registry share the metrics of their handlers; with `queues` each needs its own.
+    Raises RuntimeError in a second call for an App, ValueError if the registry has such queues.
+    """
+    if queues and registry in _with_queues:
+        raise ValueError("this registry has the queues of an App: pass another one as registry")
+    claim(app, "prometheus")
+    duration, ended = _handler_metrics(registry)
 
     # By task, queue and outcome: to look them up takes as long as to measure.
     bound: dict[tuple[str, str, str], prometheus_client.Histogram] = {}
@@ -209,6 +230,7 @@ def instrument(
     app.on("retry")(count)
     if queues:
         registry.register(QueueCollector(app))
+        _with_queues.add(registry)
     app.metrics = lambda: (
         prometheus_client.CONTENT_TYPE_LATEST,
         prometheus_client.generate_latest(registry),

@@ -22,7 +22,7 @@ from sentry_sdk.integrations.logging import ignore_logger
 
 from pgdefer._text import logger
 from pgdefer.app import App
-from pgdefer.contrib._attach import attach
+from pgdefer.contrib._attach import attach, claim
 from pgdefer.database.source import PLACE
 from pgdefer.errors import DecodeError, describe
 from pgdefer.tasks.context import JobContext
@@ -51,7 +51,10 @@ def instrument(app: App, *, retries: bool = False, crons: bool = False) -> None:
     Events of tasks with the option `sensitive` have no local variables, which hold the arguments.
     What the loggers `pgdefer.job` and `pgdefer.worker` record is not reported, nor what
     `django.tasks` records of a run.
+
+    Raises RuntimeError in a second call for an App.
     """
+    claim(app, "sentry")
     # Their records would be events too, with the local variables of frames that hold args.
     ignore_logger("pgdefer.job")
     ignore_logger("pgdefer.worker")

@@ -212,6 +212,24 @@ async def get(worker: Worker, path: str) -> tuple[int, str]:
     return await asyncio.to_thread(fetch)
 
 
+@pytest.mark.parametrize("package", [otel, prometheus, sentry])
+def test_an_app_is_instrumented_once(package: Any) -> None:
+    options = {}
+    if package is prometheus:
+        options = {"registry": prometheus_client.CollectorRegistry(), "queues": True}
+    app = App("postgresql://nowhere.invalid/x")
+    package.instrument(app, **options)
+    before = app.client.middleware
+    if package is prometheus:
+        with pytest.raises(ValueError, match="the queues of an App: pass another one"):
+            prometheus.instrument(App("postgresql://nowhere.invalid/x"), **options)
+        options["queues"] = False
+    with pytest.raises(RuntimeError, match="instruments this App already"):
+        package.instrument(app, **options)
+    assert app.client.middleware == before
+    package.instrument(App("postgresql://nowhere.invalid/x"), **options)
+
+
 async def test_probes_and_prometheus(app: App, jobs: Jobs) -> None:
     registry = prometheus_client.CollectorRegistry()
     prometheus.instrument(app, registry=registry, queues=True)
