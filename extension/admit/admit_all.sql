@@ -2,7 +2,8 @@
 -- Tests: admit/admit_all.sql, operate/change.again.spec.
 
 -- Admits everything that is visible, so that an operator finds every job behind the gates; with p_ids only
--- until these jobs are. So after a large import others need not wait until all of it is admitted.
+-- until these jobs are. So after a large import others need not wait until all of it is admitted. But a call
+-- that passes on the turn of an ordered lock must know its older jobs.
 -- Locks: the admission lock, waited for.
 -- Why no wake-up is lost: the cursor says that there is more, and the next admission goes on.
 create or replace function queue._admit_all(p_ids bigint[] default null)
@@ -20,7 +21,7 @@ begin
   end if;
 end $$;
 
--- Whether none of these jobs is still to be admitted, or is parked. False for NULL.
+-- Whether these jobs are admitted, none is parked, and none has an ordered lock. False for NULL.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._are_admitted(p_ids bigint[])
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
@@ -28,8 +29,10 @@ begin
   return p_ids is not null
     and not exists (select from queue.waiting w where w.id = any (p_ids) and w.reason = 'parked')
     and not exists (
-      select from unnest(p_ids) u (id) join queue.job j on j.id = u.id
-      where not exists (select from queue.active_job aj where aj.id = u.id)
+      select from unnest(p_ids) u (id)
+      cross join lateral (select j.flags from queue.job_now j where j.id = u.id offset 0) j
+      where j.flags & {{ordered}} <> 0
+        or not exists (select from queue.active_job aj where aj.id = u.id)
         and not exists (select from queue.finished f where f.id = u.id)
         and not queue._is_gated(u.id));
 end $$;

@@ -264,6 +264,8 @@ begin
           union all select m.id from queue.lock_member m
           where not exists (select from queue.active_job aj where aj.id = m.id)
             and not exists (select from queue.waiting w where w.id = m.id)
+            and not exists (select from queue.unsettled h where h.job_id = m.id and h.kind = 'again')
+          union all select h.job_id from queue.unsettled h where h.kind = 'again'
           union all select u.id from queue.unadmitted u) u
     join queue.job_now j on j.id = u.id
     where (p_queue is null or queue._matches(j.queue, p_queue))

@@ -12717,7 +12717,8 @@ end $$;
 -- Tests: admit/admit_all.sql, operate/change.again.spec.
 
 -- Admits everything that is visible, so that an operator finds every job behind the gates; with p_ids only
--- until these jobs are. So after a large import others need not wait until all of it is admitted.
+-- until these jobs are. So after a large import others need not wait until all of it is admitted. But a call
+-- that passes on the turn of an ordered lock must know its older jobs.
 -- Locks: the admission lock, waited for.
 -- Why no wake-up is lost: the cursor says that there is more, and the next admission goes on.
 create or replace function queue._admit_all(p_ids bigint[] default null)
@@ -12735,7 +12736,7 @@ begin
   end if;
 end $$;
 
--- Whether none of these jobs is still to be admitted, or is parked. False for NULL.
+-- Whether these jobs are admitted, none is parked, and none has an ordered lock. False for NULL.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._are_admitted(p_ids bigint[])
 returns boolean language plpgsql volatile parallel unsafe security invoker as $$
@@ -12743,8 +12744,10 @@ begin
   return p_ids is not null
     and not exists (select from queue.waiting w where w.id = any (p_ids) and w.reason = 'parked')
     and not exists (
-      select from unnest(p_ids) u (id) join queue.job j on j.id = u.id
-      where not exists (select from queue.active_job aj where aj.id = u.id)
+      select from unnest(p_ids) u (id)
+      cross join lateral (select j.flags from queue.job_now j where j.id = u.id offset 0) j
+      where j.flags & 1/* ordered */ <> 0
+        or not exists (select from queue.active_job aj where aj.id = u.id)
         and not exists (select from queue.finished f where f.id = u.id)
         and not queue._is_gated(u.id));
 end $$;
@@ -19638,7 +19641,7 @@ begin
     perform queue._require_jobs('{operator}', set_deadline.ids);
   end if;
   perform queue._check_moment('at', set_deadline.at, true);
-  perform queue._lock_all_for_change(set_deadline.ids);
+  perform queue._lock_all_for_change(set_deadline.ids, p_admits_all => true);
   v_before := queue._jobs_before(set_deadline.ids, 'deadline');
   v_done := queue._override(array(select g.id from queue._try_lock_jobs(set_deadline.ids) g),
     p_deadline => coalesce(set_deadline.at, 'infinity'));
@@ -20809,6 +20812,8 @@ begin
           union all select m.id from queue.lock_member m
           where not exists (select from queue.active_job aj where aj.id = m.id)
             and not exists (select from queue.waiting w where w.id = m.id)
+            and not exists (select from queue.unsettled h where h.job_id = m.id and h.kind = 'again')
+          union all select h.job_id from queue.unsettled h where h.kind = 'again'
           union all select u.id from queue.unadmitted u) u
     join queue.job_now j on j.id = u.id
     where (p_queue is null or queue._matches(j.queue, p_queue))

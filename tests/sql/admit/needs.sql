@@ -1,7 +1,7 @@
 -- Needs: modes, failures and their retries, locks, slots and times beside them, retention.
 -- The full table is in tests/py/races/test_needs_oracle.py, the races are in admit/needs.*.spec.
 
-select plan(128);
+select plan(130);
 
 \ir needs.helpers.psql
 
@@ -248,19 +248,22 @@ select cmp_ok((select min(n) from tick_reads), '<', 100::bigint, 'so does its ad
 select cmp_ok(pg_temp.reads(format('select from queue.hold(%s)', :some)), '<', 100::bigint, 'and the change of a need');
 call pg_temp.clear();
 
--- A job that 2,500 need, on a slow server: the admission lock is not held until all have passed
+-- A job that 3,500 need, on a slow server: the admission lock is not held until all have passed
 select queue.defer('n') as root \gset
-select count(queue.defer('d', needs => array[:root])) from generate_series(1, 2500) \g /dev/null
+select count(queue.defer('d', needs => array[:root])) from generate_series(1, 3500) \g /dev/null
 do $$ begin while (select t.admitted from queue.tick() t) > 0 loop end loop; end $$;
 create function pg_temp.slow() returns trigger language plpgsql as $$ begin perform pg_sleep(0.6); return null; end $$;
 create trigger slow after insert on queue.active_job for each statement execute function pg_temp.slow();
 select queue.done(array[:root]) \g /dev/null
+select is((select count(*) from queue.unsettled u where u.kind = 'again'), 2500::bigint, 'the first thousand pass, and the rest is handed over');
+select is((select string_agg(x.state || ' ' || x.n, ', ' order by x.state) from (select j.state, count(*) as n from queue.jobs j where j.task = 'd' group by j.state) x), 'ready 1000, waiting 2500', 'and still waits');
+select is(queue.pause(), 3500, 'a pause counts it');
+select is((select count(*) from queue.unsettled u where u.kind = 'again'), 1500::bigint, 'and is not held up by it');
+select queue.resume() \g /dev/null
 drop trigger slow on queue.active_job;
-select is((select count(*) from queue.unsettled u where u.kind = 'again'), 1500::bigint, 'the first thousand pass, and the rest is handed over');
-select is((select string_agg(x.state || ' ' || x.n, ', ' order by x.state) from (select j.state, count(*) as n from queue.jobs j where j.task = 'd' group by j.state) x), 'ready 1000, waiting 1500', 'and still waits');
 select queue.tick() \g /dev/null
 select is((select count(*) from queue.unsettled u where u.kind = 'again'), 0::bigint, 'to the next admission');
-select is((select count(*) from queue.jobs j where j.task = 'd' and j.state = 'ready'), 2500::bigint, 'then all are ready');
+select is((select count(*) from queue.jobs j where j.task = 'd' and j.state = 'ready'), 3500::bigint, 'then all are ready');
 select is_empty('select * from queue.check()', 'in order');
 call pg_temp.clear();
 
