@@ -3,7 +3,8 @@
 
     bench/bench_operations.py [--jobs N] [--only TEXT] [--check]
 
-Databases with N jobs that have ended, are ready, wait for their time, or wait behind 10,000 locks.
+Databases with N jobs that have ended, are ready, wait for their time, or wait behind 10,000 locks;
+and with N/50 that have a share and two keys, where only changes are measured.
 The rows are counted by the tables' statistics of the transaction: they don't depend on the machine.
 """
 
@@ -53,6 +54,8 @@ FILLS: dict[str, LiteralString] = {
     "ready": "'{}'",
     "scheduled": """'{"scheduled_at": "2999-01-01T00:00:00Z"}'""",
     "locked": "jsonb_build_object('lock', 'lock ' || n %% 10000)",
+    "keyed": """jsonb_build_object('share', 'share ' || n %% 20, 'concurrency',
+      '[{"key": "a", "limit": 50, "weight": 3}, {"key": "b", "limit": 7, "weight": 2}]'::jsonb)""",
 }
 
 
@@ -167,7 +170,7 @@ def scenario(
         fill(connection, kind, jobs)
         print(f"\n{jobs} jobs {kind}, made in {time.perf_counter() - begun:.0f} s", flush=True)
         states = {"finished": "succeeded", "locked": "blocked"}
-        calls = [*pages(states.get(kind, kind)), *FIGURES]
+        calls = [] if kind == "keyed" else [*pages(states.get(kind, kind)), *FIGURES]
         calls += [] if kind == "finished" else CHANGES
         values = {"middle": jobs // 2, "ids": list(range(1000, 3000, 2))}
         for call in calls:
@@ -189,7 +192,8 @@ def main() -> None:
     report = Report()
     with bench(options) as on:
         for kind in FILLS:
-            scenario(on, kind, options.jobs, report, lambda name: options.only in name)
+            jobs = options.jobs // 50 if kind == "keyed" else options.jobs
+            scenario(on, kind, jobs, report, lambda name: options.only in name)
     report.end(options)
 
 
