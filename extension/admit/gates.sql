@@ -23,6 +23,7 @@
 -- Why no wake-up is lost: the rest is handed over like ended claims (admit/admission.sql), by kind: jobs in
 -- no gate (again, with flags 0 because they hold nothing), keys (refill), dependents (recheck), locks
 -- (readmit).
+-- In one piece: each step of the loop decides what the next ones may do.
 create or replace function queue._advance(
   p_arrived bigint[] default null, p_turned bigint[] default null, p_ended bigint[] default null,
   p_keys text[] default null, p_locks text[] default null, p_changed bigint[] default null)

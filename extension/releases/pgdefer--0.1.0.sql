@@ -11280,6 +11280,7 @@ end $$;
 -- Why no wake-up is lost: the rest is handed over like ended claims (admit/admission.sql), by kind: jobs in
 -- no gate (again, with flags 0 because they hold nothing), keys (refill), dependents (recheck), locks
 -- (readmit).
+-- In one piece: each step of the loop decides what the next ones may do.
 create or replace function queue._advance(
   p_arrived bigint[] default null, p_turned bigint[] default null, p_ended bigint[] default null,
   p_keys text[] default null, p_locks text[] default null, p_changed bigint[] default null)
@@ -22408,9 +22409,9 @@ comment on function queue.search(text, text, text, bigint, text, text, bigint, i
     ' ***. by: text (a substring of the args as JSON text), path (a jsonpath that finds something, or a'
     ' predicate that is true; without variables), key (a whole lock, queueing lock, idempotency key or'
     ' concurrency key). Without a pattern it returns all jobs of a queue (a name, prefix* or *), task and'
-    ' state. excerpt: what was found with what surrounds it; without a pattern, or by key, the start of args'
-    ' that take at most 2 kB. If it stops at max_jobs or after max_bytes (NULL: no limit), the last row has no id,'
-    ' excerpt says so, and next_id is the value of before for the next call.';
+    ' state. excerpt: what was found with what surrounds it; without a pattern, or by key, the start of'
+    ' args that take at most 2 kB. If it stops at max_jobs or after max_bytes (NULL: no limit), the last'
+    ' row has no id, excerpt says so, and next_id is the value of before for the next call.';
 
 -- Raises: 22023, QJ001.
 create or replace function queue.get(id bigint, path text)
