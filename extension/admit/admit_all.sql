@@ -21,6 +21,21 @@ begin
   end if;
 end $$;
 
+-- New jobs that need one of these, or any job (NULL): they are not admitted yet, or parked, so queue.need
+-- does not show it. A fork may need the jobs that its original awaited.
+create or replace function queue._new_dependents(p_ids bigint[] default null)
+returns bigint[] language plpgsql stable parallel safe security invoker {{planner}} as $$
+begin
+  return array(
+    select n.id
+    from (select u.id, u.needs, u.flags from queue.unadmitted u
+      union all
+      select j.id, j.needs, j.flags from queue.waiting w join queue.job j on j.id = w.id
+      where w.reason = 'parked') n
+    where n.flags & {{needs}} <> 0 and (p_ids is null or n.needs && p_ids
+      or exists (select from queue.job j where j.id = n.id and j.options ? 'awaited')));
+end $$;
+
 -- Whether these jobs are admitted, none is parked, and none has an ordered lock. False for NULL.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._are_admitted(p_ids bigint[])

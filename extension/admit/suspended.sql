@@ -264,7 +264,7 @@ begin
 end $$;
 
 -- Deletes expired events, except those that a wait must still get. p_safe_at: the result of _safe_at, called
--- before everything visible was admitted.
+-- before an admission.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: at p_safe_at the transactions of all
 -- waits that began before the event expired had ended. Such a wait has got the event, or it is on its way to
 -- the gate (its job is held, or needs another one), and queue.suspended shows it.

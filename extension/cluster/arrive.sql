@@ -286,7 +286,7 @@ begin
     and s.id = any (v_sent);
   if not v_part.is_last then
     -- The next piece has no jobs if they have ended meanwhile: the target waits for the last piece.
-    perform queue._lock_rows(queue._shard_oldest(slot, part));
+    perform queue._lock_rows(queue._shard_oldest(slot, part), null);
     perform queue._shard_cut(slot, part);
     return true;
   end if;

@@ -145,7 +145,7 @@ begin
   if exists (select from queue.active_job aj where aj.id = any (v_ids) and aj.claim is not null) then
     return false;
   end if;
-  perform queue._lock_rows(v_ids || queue._shard_oldest(slot, part));
+  perform queue._lock_rows(v_ids || queue._shard_oldest(slot, part), null);
   -- A signal that came now would make the piece smaller.
   lock table queue.received_signal in share row exclusive mode nowait;
   select coalesce(array_agg(j.id order by j.id), '{}') as ids, bool_or(j.why is not null) as must_wait

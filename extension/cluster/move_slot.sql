@@ -233,7 +233,7 @@ begin
   if v_ids = '{}' then
     return 0;
   end if;
-  perform queue._lock_rows(v_ids);
+  perform queue._lock_rows(v_ids, null);
   select array_agg(j.id) filter (where j.why is null) as ids,
     coalesce(bool_or(j.why <> 'it runs'), false) as must_stay into v_jobs
   from queue._shard_jobs(slot, part, started, v_ids) j;
@@ -268,7 +268,7 @@ begin
   v_ids := array(select j.id from queue._shard_jobs(slot, part, started) j
     where j.is_next and not j.is_moving and not j.is_held order by j.id limit 1000);
   if v_ids <> '{}' then
-    perform queue._lock_rows(v_ids);
+    perform queue._lock_rows(v_ids, null);
     for i in 1 .. cardinality(v_ids) loop
       -- A job that an operator has held meanwhile is left out.
       continue when exists (select from queue.waiting w where w.id = v_ids[i] and w.reason = 'held');

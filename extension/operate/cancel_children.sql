@@ -30,7 +30,7 @@ begin
     perform queue._job_not_found(cancel_children.job);
   end if;
   v_ids := queue._unfinished_children(cancel_children.job, cancel_children.abort is true, v_allowed);
-  perform queue._lock_all_for_change(v_ids, p_admits_all => true);
+  perform queue._lock_all_for_change(v_ids);
   v_ids := v_ids || array(
     select u.id
     from unnest(queue._unfinished_children(

@@ -98,7 +98,7 @@ begin
     perform queue._require_jobs('{operator}', set_deadline.ids);
   end if;
   perform queue._check_moment('at', set_deadline.at, true);
-  perform queue._lock_all_for_change(set_deadline.ids, p_admits_all => true);
+  perform queue._lock_all_for_change(set_deadline.ids);
   v_before := queue._jobs_before(set_deadline.ids, 'deadline');
   v_done := queue._override(array(select g.id from queue._try_lock_jobs(set_deadline.ids) g),
     p_deadline => coalesce(set_deadline.at, 'infinity'));

@@ -12,7 +12,7 @@ begin
   {{if_restricted}}
     perform queue._require_jobs('{operator}', delete.ids);
   end if;
-  perform queue._lock_all_for_change(delete.ids, p_admits_all => true);
+  perform queue._lock_all_for_change(delete.ids, p_dependents => queue._new_dependents(delete.ids));
   v_before := queue._jobs_before(delete.ids, 'task');
   v_done := queue._delete(delete.ids, coalesce(delete.force, false));
   perform queue._announce();
@@ -54,7 +54,7 @@ begin
   end if;
   perform queue._check_isolation();
   perform queue._check_queue(delete_queue.name);
-  perform queue._lock_rows(array(select q.id from queue._active_jobs_of(delete_queue.name) q));
+  perform queue._lock_rows(array(select q.id from queue._active_jobs_of(delete_queue.name) q), null);
   if not exists (select from queue.queue_config c where c.queue = delete_queue.name)
     and not exists (select from queue.lane l where l.queue = delete_queue.name)
     and not exists (select from queue.pause p where p.queue = delete_queue.name and p.is_paused)

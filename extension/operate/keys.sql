@@ -28,7 +28,7 @@ begin
   end if;
   v_rate := nullif(configure_key.options -> 'rate', 'null');
   perform queue._check_rate(v_rate);
-  perform queue._admit_all();
+  perform queue._admit_all('{}');
   select c.slots, c.rate_limit, c.rate_per into v_old from queue.key_config c
   where c.pattern = configure_key.pattern;
   v_before := jsonb_strip_nulls(jsonb_build_object('limit', v_old.slots, 'rate_limit', v_old.rate_limit,

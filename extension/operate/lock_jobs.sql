@@ -47,26 +47,26 @@ begin
   perform queue._require_jobs('{operator}', array[p_id]);
 end $$;
 
--- Prepares a call that changes many jobs: takes the locks in their order. p_admits_all: the call must also
--- know the jobs that need these.
+-- Prepares a call that changes many jobs: takes the locks in their order. p_dependents: more jobs that the
+-- call must find behind the gates.
 -- Locks: those of _lock_rows. Raises: 22023, QJ008.
-create or replace function queue._lock_all_for_change(p_ids bigint[], p_admits_all boolean default false)
+create or replace function queue._lock_all_for_change(p_ids bigint[], p_dependents bigint[] default '{}')
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._check_isolation();
   perform queue._check_ids(p_ids);
-  perform queue._lock_rows(p_ids, p_admits_all => p_admits_all);
+  perform queue._lock_rows(p_ids, p_admitted => p_ids || p_dependents);
   perform queue._require_jobs('{operator}', p_ids);
 end $$;
 
 -- Locks the rows of jobs. The caller then knows their state, except where another transaction holds a row.
--- With p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one. p_admits_all:
--- everything visible is admitted, not only these jobs.
+-- With p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one. p_admitted: the
+-- jobs that the caller must find behind the gates; NULL: all that are visible.
 -- Locks: those of _take_rows; all other rows of queue.active_job by skip locked. If this transaction holds
 -- the admission lock already: those of _try_retake_queueing_locks; all rows by skip locked.
 -- Why it ends: after five rounds it goes on without the rows that others hold: those jobs are busy.
-create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false,
-  p_admits_all boolean default true)
+create or replace function queue._lock_rows(p_ids bigint[], p_admitted bigint[],
+  p_retakes boolean default false)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_taken record;
@@ -82,7 +82,7 @@ begin
     end loop;
     v_keyed := v_taken.keyed;
   end if;
-  perform queue._admit_all(case when not p_admits_all then p_ids end);
+  perform queue._admit_all(p_admitted);
   perform from queue.active_job aj where aj.id = any (p_ids) for no key update skip locked;
   return v_keyed;
 end $$;

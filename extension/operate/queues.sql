@@ -37,7 +37,7 @@ begin
   v_retain := queue._interval('retain', configure_queue.options -> 'retain');
   insert into queue.queue_config (queue) values (configure_queue.name)
   on conflict on constraint queue_config_pkey do nothing;
-  perform queue._admit_all();
+  perform queue._admit_all('{}');
   v_before := queue._queue_before(configure_queue.name);
   update queue.queue_config c
   set max_running = case when configure_queue.options ? 'max_running' then v_max_running

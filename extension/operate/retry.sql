@@ -112,7 +112,8 @@ declare
   v_unkeyed bigint[];
   v_retakable bigint[];
 begin
-  v_keyed := queue._lock_rows(p_ids, p_retakes => true);
+  v_keyed := queue._lock_rows(p_ids, p_retakes => true,
+    p_admitted => case when (p_changes ? 'lock') is not true then p_ids end);  -- the lock's older jobs, too
   v_retakable := queue._retakable(p_ids);
   perform queue._require_jobs('{operator}', p_ids);  -- they may have moved while this waited
   v_before := queue._jobs_before(p_ids, variadic array(

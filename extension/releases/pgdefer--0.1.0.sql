@@ -10670,7 +10670,7 @@ begin
 end $$;
 
 -- Deletes expired events, except those that a wait must still get. p_safe_at: the result of _safe_at, called
--- before everything visible was admitted.
+-- before an admission.
 -- Locks: the caller holds the admission lock. Why no wake-up is lost: at p_safe_at the transactions of all
 -- waits that began before the event expired had ended. Such a wait has got the event, or it is on its way to
 -- the gate (its job is held, or needs another one), and queue.suspended shows it.
@@ -12735,6 +12735,21 @@ begin
   if p_ids is null then
     perform queue._advance_own();  -- a job that was handed over is found by its id
   end if;
+end $$;
+
+-- New jobs that need one of these, or any job (NULL): they are not admitted yet, or parked, so queue.need
+-- does not show it. A fork may need the jobs that its original awaited.
+create or replace function queue._new_dependents(p_ids bigint[] default null)
+returns bigint[] language plpgsql stable parallel safe security invoker set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_hashjoin = off set enable_mergejoin = off set enable_bitmapscan = off set jit = off as $$
+begin
+  return array(
+    select n.id
+    from (select u.id, u.needs, u.flags from queue.unadmitted u
+      union all
+      select j.id, j.needs, j.flags from queue.waiting w join queue.job j on j.id = w.id
+      where w.reason = 'parked') n
+    where n.flags & 8/* needs */ <> 0 and (p_ids is null or n.needs && p_ids
+      or exists (select from queue.job j where j.id = n.id and j.options ? 'awaited')));
 end $$;
 
 -- Whether these jobs are admitted, none is parked, and none has an ordered lock. False for NULL.
@@ -15599,7 +15614,7 @@ begin
     v_ids := queue._prunable(v_max_jobs, prune.state, v_finished_until) where prune.state is not null;
     perform queue._lock_admission(true);
     v_safe_at := queue._safe_at();
-    perform queue._admit_all();
+    perform queue._admit_all(queue._new_dependents());
     perform queue._forget_deleted();
     perform queue._prune_events(v_max_jobs, v_safe_at);
     perform queue._prune_groups(v_max_jobs);
@@ -15627,8 +15642,8 @@ comment on function queue.prune(integer, text, interval) is
     ' one as a need, the old state counts. State audit: it removes rows of queue.audit of at least that age;'
     ' only the owner may do this.';
 
--- p_safe_at: the result of _safe_at, called before everything visible was admitted. A job whose end has been
--- handed over since then is not settled yet, and is kept.
+-- p_safe_at: the result of _safe_at, called before all visible jobs with needs were admitted. A job whose end
+-- has been handed over since then is not settled yet, and is kept.
 -- Locks: the caller holds the admission lock; rows of queue.finished by skip locked.
 create or replace function queue._prune(p_max_jobs integer, p_safe_at timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
@@ -15800,8 +15815,9 @@ end $$;
 
 -- The time up to which retention may count. Every transaction has ended that began a wait, or named a job as
 -- a need, before that time (_check_needs refuses the need afterwards). What these committed is visible, so
--- _prune and _prune_events see it once everything visible is admitted. If no other transaction has an xid, it
--- is now. Else it is the last recorded time before which every transaction has ended.
+-- _prune sees it once all visible jobs with needs are admitted, and _prune_events after an admission. If no
+-- other transaction has an xid, it is now. Else it is the last recorded time before which every transaction
+-- has ended.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._safe_at()
 returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
@@ -19037,26 +19053,26 @@ begin
   perform queue._require_jobs('{operator}', array[p_id]);
 end $$;
 
--- Prepares a call that changes many jobs: takes the locks in their order. p_admits_all: the call must also
--- know the jobs that need these.
+-- Prepares a call that changes many jobs: takes the locks in their order. p_dependents: more jobs that the
+-- call must find behind the gates.
 -- Locks: those of _lock_rows. Raises: 22023, QJ008.
-create or replace function queue._lock_all_for_change(p_ids bigint[], p_admits_all boolean default false)
+create or replace function queue._lock_all_for_change(p_ids bigint[], p_dependents bigint[] default '{}')
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 begin
   perform queue._check_isolation();
   perform queue._check_ids(p_ids);
-  perform queue._lock_rows(p_ids, p_admits_all => p_admits_all);
+  perform queue._lock_rows(p_ids, p_admitted => p_ids || p_dependents);
   perform queue._require_jobs('{operator}', p_ids);
 end $$;
 
 -- Locks the rows of jobs. The caller then knows their state, except where another transaction holds a row.
--- With p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one. p_admits_all:
--- everything visible is admitted, not only these jobs.
+-- With p_retakes, also takes queueing locks of finished jobs; returns the jobs that got one. p_admitted: the
+-- jobs that the caller must find behind the gates; NULL: all that are visible.
 -- Locks: those of _take_rows; all other rows of queue.active_job by skip locked. If this transaction holds
 -- the admission lock already: those of _try_retake_queueing_locks; all rows by skip locked.
 -- Why it ends: after five rounds it goes on without the rows that others hold: those jobs are busy.
-create or replace function queue._lock_rows(p_ids bigint[], p_retakes boolean default false,
-  p_admits_all boolean default true)
+create or replace function queue._lock_rows(p_ids bigint[], p_admitted bigint[],
+  p_retakes boolean default false)
 returns bigint[] language plpgsql volatile parallel unsafe security invoker as $$
 declare
   v_taken record;
@@ -19072,7 +19088,7 @@ begin
     end loop;
     v_keyed := v_taken.keyed;
   end if;
-  perform queue._admit_all(case when not p_admits_all then p_ids end);
+  perform queue._admit_all(p_admitted);
   perform from queue.active_job aj where aj.id = any (p_ids) for no key update skip locked;
   return v_keyed;
 end $$;
@@ -19469,7 +19485,7 @@ begin
     perform queue._job_not_found(cancel_children.job);
   end if;
   v_ids := queue._unfinished_children(cancel_children.job, cancel_children.abort is true, v_allowed);
-  perform queue._lock_all_for_change(v_ids, p_admits_all => true);
+  perform queue._lock_all_for_change(v_ids);
   v_ids := v_ids || array(
     select u.id
     from unnest(queue._unfinished_children(
@@ -19642,7 +19658,7 @@ begin
     perform queue._require_jobs('{operator}', set_deadline.ids);
   end if;
   perform queue._check_moment('at', set_deadline.at, true);
-  perform queue._lock_all_for_change(set_deadline.ids, p_admits_all => true);
+  perform queue._lock_all_for_change(set_deadline.ids);
   v_before := queue._jobs_before(set_deadline.ids, 'deadline');
   v_done := queue._override(array(select g.id from queue._try_lock_jobs(set_deadline.ids) g),
     p_deadline => coalesce(set_deadline.at, 'infinity'));
@@ -20086,7 +20102,7 @@ begin
   if to_regclass('queue.unrestricted') is null then perform queue._check_installed();
     perform queue._require_jobs('{operator}', delete.ids);
   end if;
-  perform queue._lock_all_for_change(delete.ids, p_admits_all => true);
+  perform queue._lock_all_for_change(delete.ids, p_dependents => queue._new_dependents(delete.ids));
   v_before := queue._jobs_before(delete.ids, 'task');
   v_done := queue._delete(delete.ids, coalesce(delete.force, false));
   perform queue._announce();
@@ -20128,7 +20144,7 @@ begin
   end if;
   perform queue._check_isolation();
   perform queue._check_queue(delete_queue.name);
-  perform queue._lock_rows(array(select q.id from queue._active_jobs_of(delete_queue.name) q));
+  perform queue._lock_rows(array(select q.id from queue._active_jobs_of(delete_queue.name) q), null);
   if not exists (select from queue.queue_config c where c.queue = delete_queue.name)
     and not exists (select from queue.lane l where l.queue = delete_queue.name)
     and not exists (select from queue.pause p where p.queue = delete_queue.name and p.is_paused)
@@ -20393,7 +20409,8 @@ declare
   v_unkeyed bigint[];
   v_retakable bigint[];
 begin
-  v_keyed := queue._lock_rows(p_ids, p_retakes => true);
+  v_keyed := queue._lock_rows(p_ids, p_retakes => true,
+    p_admitted => case when (p_changes ? 'lock') is not true then p_ids end);  -- the lock's older jobs, too
   v_retakable := queue._retakable(p_ids);
   perform queue._require_jobs('{operator}', p_ids);  -- they may have moved while this waited
   v_before := queue._jobs_before(p_ids, variadic array(
@@ -20862,7 +20879,7 @@ begin
   v_retain := queue._interval('retain', configure_queue.options -> 'retain');
   insert into queue.queue_config (queue) values (configure_queue.name)
   on conflict on constraint queue_config_pkey do nothing;
-  perform queue._admit_all();
+  perform queue._admit_all('{}');
   v_before := queue._queue_before(configure_queue.name);
   update queue.queue_config c
   set max_running = case when configure_queue.options ? 'max_running' then v_max_running
@@ -21014,7 +21031,7 @@ begin
   end if;
   v_rate := nullif(configure_key.options -> 'rate', 'null');
   perform queue._check_rate(v_rate);
-  perform queue._admit_all();
+  perform queue._admit_all('{}');
   select c.slots, c.rate_limit, c.rate_per into v_old from queue.key_config c
   where c.pattern = configure_key.pattern;
   v_before := jsonb_strip_nulls(jsonb_build_object('limit', v_old.slots, 'rate_limit', v_old.rate_limit,

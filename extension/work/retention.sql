@@ -37,7 +37,7 @@ begin
     v_ids := queue._prunable(v_max_jobs, prune.state, v_finished_until) where prune.state is not null;
     perform queue._lock_admission(true);
     v_safe_at := queue._safe_at();
-    perform queue._admit_all();
+    perform queue._admit_all(queue._new_dependents());
     perform queue._forget_deleted();
     perform queue._prune_events(v_max_jobs, v_safe_at);
     perform queue._prune_groups(v_max_jobs);
@@ -65,8 +65,8 @@ comment on function queue.prune(integer, text, interval) is
     ' one as a need, the old state counts. State audit: it removes rows of queue.audit of at least that age;'
     ' only the owner may do this.';
 
--- p_safe_at: the result of _safe_at, called before everything visible was admitted. A job whose end has been
--- handed over since then is not settled yet, and is kept.
+-- p_safe_at: the result of _safe_at, called before all visible jobs with needs were admitted. A job whose end
+-- has been handed over since then is not settled yet, and is kept.
 -- Locks: the caller holds the admission lock; rows of queue.finished by skip locked.
 create or replace function queue._prune(p_max_jobs integer, p_safe_at timestamptz)
 returns integer language plpgsql volatile parallel unsafe security invoker as $$
@@ -238,8 +238,9 @@ end $$;
 
 -- The time up to which retention may count. Every transaction has ended that began a wait, or named a job as
 -- a need, before that time (_check_needs refuses the need afterwards). What these committed is visible, so
--- _prune and _prune_events see it once everything visible is admitted. If no other transaction has an xid, it
--- is now. Else it is the last recorded time before which every transaction has ended.
+-- _prune sees it once all visible jobs with needs are admitted, and _prune_events after an admission. If no
+-- other transaction has an xid, it is now. Else it is the last recorded time before which every transaction
+-- has ended.
 -- Locks: the caller holds the admission lock.
 create or replace function queue._safe_at()
 returns timestamptz language plpgsql volatile parallel unsafe security invoker as $$
