@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
+from pgdefer._text import logger
 from pgdefer.app_deferring import Deferring
 from pgdefer.app_deferring_async import AsyncDeferring
 from pgdefer.app_managing import Managing
@@ -22,6 +23,7 @@ from pgdefer.codec import Codec
 from pgdefer.database.callers import OWN, AnyPool, CallersConnection
 from pgdefer.database.pool_source import PoolSource, pools_of
 from pgdefer.database.source import Source
+from pgdefer.errors import describe
 from pgdefer.options import DeferOptions, HasId, job_id
 from pgdefer.tasks.blueprint import Blueprint
 from pgdefer.tasks.context import Middleware
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from pgdefer.worker.worker import Worker
 
 __all__ = ["App"]
+
+log = logger("pgdefer.worker")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -319,7 +323,12 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         program. Don't pass it in the loop of a web server, which handles these signals itself.
         """
         worker = self._worker(queues, dsns, per_database, options)
-        await worker.run_async(handle_signals=handle_signals)
+        try:
+            await worker.run_async(handle_signals=handle_signals)
+        except Exception as error:
+            # The task that runs it may never be awaited, as in a web server.
+            log.error("the worker has ended: %s", describe(error))
+            raise
 
     def _worker(
         self,

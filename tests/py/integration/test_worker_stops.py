@@ -32,6 +32,19 @@ pytestmark = pytest.mark.client
 Connection = psycopg.Connection[Any]
 
 
+async def test_a_worker_that_nobody_awaits_says_why_it_ended(
+    blank_dsn: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = App(blank_dsn)
+    task = asyncio.create_task(app.run_worker_async())
+    await asyncio.wait([task])
+    records = [(r.levelname, r.getMessage()) for r in caplog.records if r.name == "pgdefer.worker"]
+    assert records[-1][0] == "ERROR"
+    assert records[-1][1].startswith('the worker has ended: schema "queue" does not exist')
+    assert task.exception() is not None
+    await app.close_async()
+
+
 async def test_a_graceful_stop_lets_jobs_end(app: App, jobs: Jobs) -> None:
     release = asyncio.Event()
     begun = []
