@@ -36,11 +36,14 @@ class Calls:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.came: list[int] = []
         self.sent: list[int] = []
+        self.given_back = 0
         real = connection.Connection.call
 
         async def call(self_: connection.Connection, statement: sql.Statement, **given: Any) -> Any:
             if statement in (sql.FINISH_AND_FETCH, sql.FINISH_MANY):
-                self.sent.append(len(json.loads(given["outcomes"])))
+                outcomes = json.loads(given["outcomes"])
+                self.sent.append(len(outcomes))
+                self.given_back += sum(each["outcome"] == "released" for each in outcomes)
             rows = await real(self_, statement, **given)
             if statement in (sql.FINISH_AND_FETCH, sql.FETCH) and rows:
                 self.came.append(len(rows))
@@ -100,7 +103,7 @@ async def test_the_outcomes_of_quick_jobs_go_in_one_call(
         quick.defer_many([{}] * 150)
         await jobs.end()
     assert calls.sent == calls.came
-    assert sum(calls.sent) == 150
+    assert sum(calls.sent) - calls.given_back == 150  # on a busy machine some wait for too long
 
 
 @pytest.mark.usefixtures("long_moment")
