@@ -39,6 +39,7 @@ from pgdefer.tasks.context import (
     RetryLater,
     current_job,
 )
+from pgdefer.tasks.deferral import DeferMiddleware, Deferral
 from pgdefer.tasks.group import Group
 from pgdefer.tasks.handling import Decision, HandlingOptions
 from pgdefer.tasks.hooks import JobEvent
@@ -59,7 +60,6 @@ from pgdefer.tasks.infos import (
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.need import Need
 from pgdefer.tasks.open_group import OpenGroup
-from pgdefer.tasks.prepared import DeferMiddleware, Deferral
 from pgdefer.tasks.prepared_job import PreparedJob
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.task import AsyncTask, SyncTask, Task

@@ -27,13 +27,14 @@ from pgdefer.errors import describe
 from pgdefer.options import DeferOptions, HasId, job_id
 from pgdefer.tasks.blueprint import Blueprint
 from pgdefer.tasks.context import Middleware
+from pgdefer.tasks.deferral import DeferMiddleware
 from pgdefer.tasks.defining import Defining
 from pgdefer.tasks.group import Group
 from pgdefer.tasks.hooks import JobEvent, check_event, check_hook
 from pgdefer.tasks.job import Job
 from pgdefer.tasks.middleware import check_middleware
 from pgdefer.tasks.option_checks import check_options
-from pgdefer.tasks.prepared import DeferMiddleware, prepare
+from pgdefer.tasks.prepared import prepare
 from pgdefer.tasks.prepared_job import PreparedJob
 from pgdefer.tasks.registry import module_name
 from pgdefer.tasks.task import AllTaskOptions

@@ -11,7 +11,7 @@ from typing import Any
 
 from pgdefer.app import App
 from pgdefer.tasks.context import Middleware
-from pgdefer.tasks.prepared import DeferMiddleware
+from pgdefer.tasks.deferral import DeferMiddleware
 
 __all__ = ["attach", "claim"]
 

@@ -24,8 +24,8 @@ from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, S
 from pgdefer.app import App
 from pgdefer.contrib._attach import attach, claim
 from pgdefer.tasks.context import JobContext
+from pgdefer.tasks.deferral import Deferral
 from pgdefer.tasks.error_report import error_details, error_text
-from pgdefer.tasks.prepared import Deferral
 from pgdefer.tasks.raised import suspension
 
 __all__ = ["instrument"]

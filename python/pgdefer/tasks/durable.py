@@ -10,7 +10,7 @@ from typing import Any
 from pgdefer.database import sql
 from pgdefer.errors import DecodeError
 from pgdefer.options import checked_interval, checked_option
-from pgdefer.tasks.prepared_job import PreparedJob, check_prepared, jobs_json
+from pgdefer.tasks.prepared_job import PreparedJob, check_prepared
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.stepping import StepCalls, until
 from pgdefer.tasks.steps import (
@@ -21,6 +21,7 @@ from pgdefer.tasks.steps import (
     ids_of,
     results_of,
 )
+from pgdefer.tasks.submit import submit_many
 
 __all__ = ["DurableCalls"]
 
@@ -181,13 +182,9 @@ class DurableCalls(StepCalls):
 
     def _defer(self, key: str, calls: list[PreparedJob[Any]]) -> list[int]:
         """Defer jobs, and store their ids as a step, in one transaction."""
-        ids: list[int] = []
         with self._storing(callers=False) as (take, connection):
-            if calls:
-                jobs = jobs_json(calls)
-                tasks = [call.task for call in calls]
-                rows = self.client.call(sql.DEFER_MANY, {"jobs": jobs}, connection, tasks=tasks)
-                ids = [row[0] for row in rows]
+            jobs = submit_many(self.client, calls, connection)
+            ids = [job.id for job in jobs]
             self._finish_in(connection, take, key, ids)
         return ids
 

@@ -9,7 +9,7 @@ from typing import Any
 from pgdefer.database import sql
 from pgdefer.errors import DecodeError
 from pgdefer.options import checked_interval, checked_option
-from pgdefer.tasks.prepared_job import PreparedJob, check_prepared, jobs_json
+from pgdefer.tasks.prepared_job import PreparedJob, check_prepared
 from pgdefer.tasks.raised import JobSuspended
 from pgdefer.tasks.stepping_async import AsyncStepCalls, until_async
 from pgdefer.tasks.steps import (
@@ -20,6 +20,7 @@ from pgdefer.tasks.steps import (
     ids_of,
     results_of,
 )
+from pgdefer.tasks.submit_async import submit_many_async
 
 __all__ = ["AsyncDurableCalls"]
 
@@ -180,15 +181,9 @@ class AsyncDurableCalls(AsyncStepCalls):
 
     async def _defer_async(self, key: str, calls: list[PreparedJob[Any]]) -> list[int]:
         """Defer jobs, and store their ids as a step, in one transaction."""
-        ids: list[int] = []
         async with self._storing_async(callers=False) as (take, connection):
-            if calls:
-                jobs = jobs_json(calls)
-                tasks = [call.task for call in calls]
-                rows = await self.client.call_async(
-                    sql.DEFER_MANY, {"jobs": jobs}, connection, tasks=tasks
-                )
-                ids = [row[0] for row in rows]
+            jobs = await submit_many_async(self.client, calls, connection)
+            ids = [job.id for job in jobs]
             await self._finish_in_async(connection, take, key, ids)
         return ids
 

@@ -5,40 +5,23 @@ Tests: integration/test_defer.py, unit/test_task.py.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeAlias, TypeVar
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from pgdefer.client.client import Client, client_here
 from pgdefer.database.callers import CallersConnection, check_given
 from pgdefer.errors import Naming
 from pgdefer.options import DeferOptions, JobOptions, as_list, checked_mapping
 from pgdefer.tasks.context import running_job
-from pgdefer.tasks.job import Job
 from pgdefer.tasks.option_checks import check_options
 from pgdefer.tasks.parameters import Parameters
 from pgdefer.tasks.prepared_job import PreparedJob
 
-__all__ = [
-    "DeferMiddleware",
-    "Deferral",
-    "Preparer",
-    "deferring",
-    "prepare",
-]
+__all__ = ["Preparer", "prepare"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclasses.dataclass(frozen=True)
-class Deferral:
-    """One call that defers: the calls, and afterwards the jobs."""
-
-    calls: Sequence[PreparedJob[Any]]
-    jobs: list[Job[Any]] = dataclasses.field(default_factory=list)
 
 
 # What to write for the methods that tasks have in other libraries.
@@ -56,49 +39,30 @@ _ELSEWHERE = {
     "batch_defer_async": "defer_many_async(...)",
 }
 
-DeferMiddleware: TypeAlias = Callable[[Deferral], AbstractContextManager[Any]]
 
+def in_context(
+    task: str, options: JobOptions, client: Client, *, is_child: bool
+) -> tuple[JobOptions, Callable[[JobOptions], JobOptions] | None]:
+    """Return what PreparedJob takes: the options, and a function that adds the app's headers.
 
-def deferring(
-    client: Client, calls: Sequence[PreparedJob[Any]]
-) -> AbstractContextManager[Deferral | None]:
-    """Enter the App's middleware around a call that defers; errors name the tasks."""
-    return _deferring(client, calls) if client.defer_middleware else _naming(calls)
-
-
-@contextlib.contextmanager
-def _deferring(client: Client, calls: Sequence[PreparedJob[Any]]) -> Iterator[Deferral]:
-    deferral = Deferral(tuple(calls))
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_naming(calls))
-        for surround in client.defer_middleware:
-            stack.enter_context(surround(deferral))
-        yield deferral
-        return
-    raise RuntimeError("a defer_middleware has swallowed the call's error: there is no job")
-
-
-def _naming(calls: Sequence[PreparedJob[Any]]) -> Naming:
-    if len(calls) == 1:
-        return Naming(f"a job of {calls[0].task!r}")
-    tasks = list(dict.fromkeys(call.task for call in calls))
-    return Naming(f"jobs of {', '.join(map(repr, tasks[:3]))}{', ...' if tasks[3:] else ''}")
-
-
-def in_context(task: str, options: JobOptions, client: Client, *, is_child: bool) -> JobOptions:
-    """Return a job's options, with those that depend on where it is deferred.
-
-    These are the app's headers and, if `is_child`, the running job of this app as its parent.
+    If `is_child`, the running job of this app is the parent.
     """
-    rest = dict(options.options)
     if is_child and (job := running_job()) is not None and job.client is client:
-        rest["parent"] = job.id
-    if client.headers is not None and (headers := client.headers(task)):
-        checked_mapping("what App(headers=...) returns", headers)
-        defaults = client.defaults.get(task)
-        registered = defaults.options.get("headers", {}) if defaults is not None else {}
-        rest["headers"] = {**registered, **headers, **rest.get("headers", {})}
-    return JobOptions(options.arguments, rest)
+        options = JobOptions(options.arguments, {**options.options, "parent": job.id})
+    if client.headers is None:
+        return options, None
+    return options, functools.partial(_add_headers, client, task)
+
+
+def _add_headers(client: Client, task: str, options: JobOptions) -> JobOptions:
+    """Return the options of a job with the app's headers."""
+    if client.headers is None or not (headers := client.headers(task)):
+        return options
+    checked_mapping("what App(headers=...) returns", headers)
+    defaults = client.defaults.get(task)
+    registered = defaults.options.get("headers", {}) if defaults is not None else {}
+    merged = {**registered, **headers, **options.options.get("headers", {})}
+    return JobOptions(options.arguments, {**options.options, "headers": merged})
 
 
 def prepare(
@@ -111,8 +75,8 @@ def prepare(
     with Naming(f"a job of {task!r}"):
         if options:
             check_options(f"a job of {task!r}", options, DeferOptions)
-        job_options = in_context(task, JobOptions.of(options), client, is_child=is_child)
-        return PreparedJob(task, client.dumps_args(task, args), job_options)
+        here = in_context(task, JobOptions.of(options), client, is_child=is_child)
+        return PreparedJob(task, client.dumps_args(task, args), *here)
 
 
 class Preparer(Generic[P, R]):
@@ -160,16 +124,15 @@ class Preparer(Generic[P, R]):
 
     def prepare(self, /, *args: P.args, **kwargs: P.kwargs) -> PreparedJob[R]:
         """Return the call for `defer_many`."""
-        return PreparedJob(self.name, self.encode(args, kwargs), self._options_here())
+        return PreparedJob(self.name, self.encode(args, kwargs), *self._in_context())
 
-    def _options_here(self) -> JobOptions:
+    def _in_context(self) -> tuple[JobOptions, Callable[[JobOptions], JobOptions] | None]:
         return in_context(self.name, self._job_options, self.client, is_child=self._is_child)
 
     def _prepare_all(
         self, calls: Iterable[PreparedJob[Any] | Mapping[str, Any]]
     ) -> Iterator[PreparedJob[Any]]:
-        # Headers are made for each job, as telemetry makes a span for each.
-        options = self._options_here() if self.client.headers is None else None
+        here = self._in_context()
         for call in as_list("calls", calls):
             if isinstance(call, PreparedJob):
                 yield call
@@ -179,4 +142,4 @@ class Preparer(Generic[P, R]):
                     f"not {call!r}"
                 )
             else:
-                yield PreparedJob(self.name, self.encode((), call), options or self._options_here())
+                yield PreparedJob(self.name, self.encode((), call), *here)

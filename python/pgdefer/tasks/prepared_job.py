@@ -6,7 +6,8 @@ Tests: integration/test_defer.py, unit/test_misuse.py.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from pgdefer.options import JobOptions, as_list, defer_object
@@ -22,7 +23,22 @@ class PreparedJob(Generic[R_co]):
 
     task: str
     args: str = dataclasses.field(repr=False)
-    options: JobOptions
+    given: JobOptions
+    add_headers: Callable[[JobOptions], JobOptions] | None = dataclasses.field(
+        default=None, repr=False, compare=False
+    )
+
+    @property
+    def options(self) -> JobOptions:
+        """The options with the App's headers, which are made for each job that is deferred.
+
+        A later run of a durable job prepares its children again, and does not defer them.
+        """
+        return self.given if self.add_headers is None else self._with_headers
+
+    @functools.cached_property
+    def _with_headers(self) -> JobOptions:
+        return self.given if self.add_headers is None else self.add_headers(self.given)
 
     def to_json(self) -> str:
         """Return the object that queue.defer_many takes."""

@@ -13,8 +13,8 @@ from pgdefer.client.client import Client
 from pgdefer.database import sql
 from pgdefer.database.callers import CallersConnection
 from pgdefer.options import defer_parameters
+from pgdefer.tasks.deferral import deferring
 from pgdefer.tasks.job import Job
-from pgdefer.tasks.prepared import deferring
 from pgdefer.tasks.prepared_job import PreparedJob, jobs_json
 
 __all__ = [

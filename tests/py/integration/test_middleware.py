@@ -19,6 +19,7 @@ from sqlalchemy import create_engine, orm
 
 from pgdefer import (
     App,
+    Deferral,
     InvalidParameter,
     JobAborted,
     JobContext,
@@ -350,6 +351,51 @@ async def test_headers_of_the_task_stay(dsn: str, jobs: Jobs) -> None:
         {"tenant": "other", "trace": "T", "both": "app"},
     ]
     app.close()
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_children_of_a_durable_job_pass_middleware_and_get_headers_once(
+    dsn: str, jobs: Jobs, *, is_async: bool
+) -> None:
+    """A later run prepares its children again, and defers none."""
+    deferred: list[tuple[list[str], int]] = []
+    asked: list[str] = []
+
+    @contextlib.contextmanager
+    def noted(deferral: Deferral) -> Iterator[None]:
+        yield
+        deferred.append(([call.task for call in deferral.calls], len(deferral.jobs)))
+
+    def headers(task: str) -> dict[str, int]:
+        asked.append(task)
+        return {"no": len(asked)}
+
+    app = App(dsn, defer_middleware=[noted], headers=headers)
+
+    @app.task(name="child")
+    def child() -> int:
+        return 1
+
+    def parent() -> int:
+        job = current_job()
+        job.gather([])
+        return sum(job.gather([child.prepare(), child.prepare()])) + job.call(child.prepare())
+
+    async def parent_async() -> int:
+        job = current_job()
+        await job.gather_async([])
+        both = await job.gather_async([child.prepare(), child.prepare()])
+        return sum(both) + await job.call_async(child.prepare())
+
+    task = app.task(parent_async if is_async else parent, name="parent")
+    async with running(app):
+        job = await task.defer_async()
+        rows = await jobs.end(job.id)
+    assert rows[0]["result"] == 3
+    assert deferred == [(["parent"], 1), (["child", "child"], 2), (["child"], 1)]
+    assert asked == ["parent", "child", "child", "child"]
+    assert [row["headers"]["no"] for row in jobs()] == [1, 2, 3, 4]
+    await app.close_async()
 
 
 async def test_a_call_whose_error_is_swallowed(dsn: str, jobs: Jobs) -> None:

@@ -35,12 +35,14 @@ LAYERS = [
     tasks.schedule tasks.infos tasks.option_checks
     tasks.claim_calls tasks.claim_calls_async tasks.job_calls tasks.job_calls_async
     tasks.tries
+    tasks.job
+    tasks.deferral
+    tasks.submit tasks.submit_async
     tasks.stepping tasks.stepping_async
     tasks.durable tasks.durable_async
-    tasks.context tasks.job
+    tasks.context
     tasks.middleware tasks.hooks tasks.batch
     tasks.handling tasks.prepared
-    tasks.submit tasks.submit_async
     tasks.deferrable tasks.deferrable_async tasks.group tasks.open_group
     tasks.task
     tasks.registry

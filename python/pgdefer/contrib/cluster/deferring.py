@@ -21,8 +21,8 @@ from pgdefer.contrib.cluster.shards import ELSEWHERE, KeyedJob, is_unreached
 from pgdefer.database.callers import OWN, AnyConnection
 from pgdefer.errors import InvalidParameter, PgDeferError, sqlstate_of
 from pgdefer.options import DeferOptions
+from pgdefer.tasks.deferral import deferring
 from pgdefer.tasks.job import Job
-from pgdefer.tasks.prepared import deferring
 from pgdefer.tasks.prepared_job import PreparedJob
 
 __all__ = ["Deferring"]

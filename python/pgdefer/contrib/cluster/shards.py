@@ -141,7 +141,8 @@ def key_of(app: App, call: PreparedJob[Any], shard_key: str | None) -> KeyedJob:
     headers = {**registered.get("headers", {}), **call.options.options.get("headers", {})}
     if headers:
         options = {**call.options.options, "headers": headers}
-        call = dataclasses.replace(call, options=dataclasses.replace(call.options, options=options))
+        with_headers = dataclasses.replace(call.options, options=options)
+        call = dataclasses.replace(call, given=with_headers, add_headers=None)
     if shard_key is None:
         given = registered | call.options.defaults()
         tenant = headers.get("tenant")

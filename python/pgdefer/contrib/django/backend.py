@@ -31,9 +31,9 @@ from pgdefer.contrib.django.task_handlers import arguments_of, handler_of, param
 from pgdefer.database import sql
 from pgdefer.errors import DecodeError
 from pgdefer.options import DeferOptions, defer_parameters, job_id
+from pgdefer.tasks.deferral import deferring
 from pgdefer.tasks.handling import HandlingOptions
 from pgdefer.tasks.job import Job as DeferredJob
-from pgdefer.tasks.prepared import deferring
 from pgdefer.tasks.prepared_job import PreparedJob
 
 __all__ = ["PgDeferBackend", "PgDeferTask"]
@@ -195,8 +195,8 @@ class PgDeferBackend(BaseTaskBackend):
 
 def _defer(call: PreparedJob[Any]) -> tuple[int, dt.datetime]:
     """Defer a job; return its id, and the time at which the database did so."""
-    parameters = defer_parameters(call.task, call.args, call.options) or {}
     with deferring(app.client, [call]) as deferral:
+        parameters = defer_parameters(call.task, call.args, call.options) or {}
         ((id, at),) = app.client.call(sql.DEFER_WITH_TIME, parameters, tasks=[call.task])
         if deferral is not None:
             deferral.jobs.append(DeferredJob(id, app.client))
