@@ -10,23 +10,12 @@
 create or replace function queue._dequeue(p_id bigint, out place text, out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_active record;
+  v_ready record := queue._dequeue_ready(array[p_id]);
   v_waiting record;
 begin
-  delete from queue.active_job aj
-  where aj.id = (select w.id from queue.active_job w where w.id = p_id
-    and w.claim is null for update skip locked)
-  returning aj.id, aj.lane, aj.flags, aj.deadline into v_active;
-  if found then
-    perform queue._keep_tag(p_id, v_active.deadline);
-    if v_active.flags & {{ordered}} <> 0 then
-      perform queue._keep_turns(array[p_id]);
-    end if;
-    if v_active.flags & {{slots}} <> 0 then
-      keys := queue._count_unready(array[p_id], array[v_active.lane], array[v_active.flags]);
-      perform queue._never_discard(array[p_id]);
-    end if;
+  if v_ready.ids is not null then
     place := 'ready';
+    keys := v_ready.keys;
     return;
   elsif exists (select from queue.active_job aj where aj.id = p_id)
     or exists (select from queue.finished f where f.id = p_id) then
@@ -61,21 +50,58 @@ begin
   place := case when found then 'turn' else 'log' end;
 end $$;
 
--- _dequeue for several jobs. ids: those that were taken out.
+-- The part of _dequeue for ready jobs. ids: those that were taken out; NULL: none.
+-- Locks: as there.
+create or replace function queue._dequeue_ready(p_ids bigint[], out ids bigint[], out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_taken record;
+begin
+  with taken as (
+    delete from queue.active_job aj
+    where aj.id = any (array(
+      select w.id from queue.active_job w
+      where w.id = any (p_ids) and w.claim is null for update skip locked))
+    returning aj.id, aj.lane, aj.flags, aj.deadline)
+  select array_agg(t.id) as ids, array_agg(t.deadline) as places,
+    array_agg(t.id) filter (where t.flags & {{ordered}} <> 0) as ordered,
+    array_agg(t.id) filter (where t.flags & {{slots}} <> 0) as slotted,
+    array_agg(t.lane) filter (where t.flags & {{slots}} <> 0) as slot_lanes,
+    array_agg(t.flags) filter (where t.flags & {{slots}} <> 0) as slot_flags
+  into v_taken from taken t;
+  ids := v_taken.ids;
+  perform queue._keep_tag(u.id, u.place) from unnest(ids, v_taken.places) u (id, place);
+  if v_taken.ordered is not null then
+    perform queue._keep_turns(v_taken.ordered);
+  end if;
+  if v_taken.slotted is not null then
+    keys := queue._count_unready(v_taken.slotted, v_taken.slot_lanes, v_taken.slot_flags);
+    perform queue._never_discard(v_taken.slotted);
+  end if;
+end $$;
+
+-- _dequeue for several jobs. ids: those that were taken out, in the order of p_ids.
 -- Locks: as there.
 create or replace function queue._dequeue_all(p_ids bigint[], out ids bigint[], out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_ready record := queue._dequeue_ready(p_ids);
   v_id bigint;
   v_taken record;
 begin
-  foreach v_id in array p_ids loop
+  ids := v_ready.ids;
+  keys := v_ready.keys;
+  foreach v_id in array array(
+    select u.id from unnest(p_ids) u (id) where u.id not in (select unnest(v_ready.ids)))
+  loop
     v_taken := queue._dequeue(v_id);
     if v_taken.place is not null then
       ids := ids || v_id;
       keys := keys || v_taken.keys;
     end if;
   end loop;
+  select array_agg(u.id order by u.n) into ids from unnest(p_ids) with ordinality u (id, n)
+  where not u.id not in (select unnest(_dequeue_all.ids));
 end $$;
 
 -- Whether no transaction is replacing a job now. If so, none can before this transaction ends.

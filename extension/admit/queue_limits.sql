@@ -40,18 +40,22 @@ end $$;
 
 -- Counts the running jobs for max_running again after a limit was set. It does so once the new limit is
 -- committed, and every transaction has ended that may have seen the old lanes; or after a minute. It does not
--- count each time, because counting reads everything that is ready in the queue.
+-- count each time, because counting reads everything that is ready in the queue. Nobody gets jobs meanwhile,
+-- so it counts for a tenth of a second; the next call goes on.
 -- Locks: the caller holds the admission lock, as does a session that sets limits until its transaction ends;
 -- rows of queue.active_job by skip locked.
 create or replace function queue._recount_limited()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_start timestamptz := clock_timestamp();
   v_config record;
 begin
   for v_config in
     select c.queue, c.waits_for, c.limited_at from queue.queue_config c
     where c.limited_at is not null and c.xmin <> pg_current_xact_id()::xid
+    order by c.waits_for is not null, c.limited_at
   loop
+    exit when clock_timestamp() > v_start + interval '100 ms';
     if v_config.waits_for is null then
       update queue.queue_config c
       set waits_for = queue._virtual_transactions() where c.queue = v_config.queue;

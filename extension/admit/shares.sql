@@ -78,7 +78,7 @@ begin
       where n.no = 1 and t.queue = n.queue and t.priority = n.priority and t.key = n.key
         and t.share = n.share
         and hashtextextended(t.share, 0) = hashtextextended(n.share, 0)
-      order by t.tag desc limit 1) o on true),
+      order by t.tick desc limit 1) o on true),
   tagged as materialized (
     select f.*, greatest(f.at, max(f.last) over s) as start, max(f.step) over s as step_of_share
     from first f window s as (partition by f.queue, f.priority, f.key, f.share)),
@@ -108,7 +108,7 @@ begin
         select t.tag from queue.share_tag t
         where t.queue = j.queue and t.priority = j.priority and t.key = j.key and t.share = j.share
           and hashtextextended(t.share, 0) = hashtextextended(j.share, 0)
-        order by t.tag desc limit 1), j.at) as last
+        order by t.tick desc limit 1), j.at) as last
       from jobs j where j.queue is not null and j.tag is not null) j
     union all
     select j.n, j.place from jobs j where j.queue is null) x;
@@ -170,9 +170,10 @@ end $$;
 
 -- The tag of the first job that is ready in a queue and priority, or that waits for a slot of a key there. If
 -- there is no such job, the greatest tag of any of its shares, so that all shares start again together. It
--- begins a day after tag_base: before that lie the tags of jobs that return to the front (_front_tag).
+-- begins a day after tag_base: before that lie the tags of jobs that return to the front (_front_tag). A
+-- bitmap would read all that is ready, and sort it.
 create or replace function queue._virtual_time(p_queue text, p_priority integer, p_key text)
-returns timestamptz language plpgsql stable parallel safe security invoker as $$
+returns timestamptz language plpgsql stable parallel safe security invoker set enable_bitmapscan = off as $$
 declare
   v_at timestamptz;
 begin
@@ -290,7 +291,7 @@ begin
       where t.queue = v_share.queue and t.priority = v_share.priority and t.key = ''
         and t.share = v_share.share
         and hashtextextended(t.share, 0) = hashtextextended(v_share.share, 0)
-      order by t.tag desc limit 1));
+      order by t.tick desc limit 1));
   end loop;
   update queue.job_override s set tag = null where s.id = any (p_ids) and s.tag is not null;
 end $$;

@@ -253,9 +253,13 @@ begin
 end $$;
 
 -- The number of jobs of queues and of a task that are unfinished and not running. Reads whole tables.
+-- Settlements are looked up in arrays, which are hashed: a plan that expects few would read all for each job.
 create or replace function queue._count_open(p_queue text, p_task text)
 returns integer language plpgsql stable parallel safe security invoker
 set plan_cache_mode = force_custom_plan set enable_seqscan = on set enable_hashjoin = on as $$
+declare
+  v_again bigint[] := array(select h.job_id from queue.unsettled h where h.kind = 'again');
+  v_ended bigint[] := array(select h.job_id from queue.unsettled h where h.kind = 'ended');
 begin
   return (
     select count(*)
@@ -264,11 +268,11 @@ begin
           union all select m.id from queue.lock_member m
           where not exists (select from queue.active_job aj where aj.id = m.id)
             and not exists (select from queue.waiting w where w.id = m.id)
-            and not exists (select from queue.unsettled h where h.job_id = m.id and h.kind = 'again')
-          union all select h.job_id from queue.unsettled h where h.kind = 'again'
+            and m.id <> all (v_again)
+          union all select unnest(v_again)
           union all select u.id from queue.unadmitted u) u
     join queue.job_now j on j.id = u.id
     where (p_queue is null or queue._matches(j.queue, p_queue))
       and (p_task is null or j.task = p_task)
-      and not exists (select from queue.unsettled h where h.job_id = u.id and h.kind = 'ended'));
+      and u.id <> all (v_ended));
 end $$;

@@ -525,7 +525,7 @@ create table queue.share_tag (
 );
 
 -- Three long names do not fit into one row of an index.
-create index share_tag_share_idx on queue.share_tag (queue, priority, key, hashtextextended(share, 0), tag);
+create index share_tag_share_idx on queue.share_tag (queue, priority, key, hashtextextended(share, 0), tick);
 
 -- Weights of shares; a pattern is a name or prefix*.
 create table queue.share_config (
@@ -7085,7 +7085,7 @@ begin
       where n.no = 1 and t.queue = n.queue and t.priority = n.priority and t.key = n.key
         and t.share = n.share
         and hashtextextended(t.share, 0) = hashtextextended(n.share, 0)
-      order by t.tag desc limit 1) o on true),
+      order by t.tick desc limit 1) o on true),
   tagged as materialized (
     select f.*, greatest(f.at, max(f.last) over s) as start, max(f.step) over s as step_of_share
     from first f window s as (partition by f.queue, f.priority, f.key, f.share)),
@@ -7115,7 +7115,7 @@ begin
         select t.tag from queue.share_tag t
         where t.queue = j.queue and t.priority = j.priority and t.key = j.key and t.share = j.share
           and hashtextextended(t.share, 0) = hashtextextended(j.share, 0)
-        order by t.tag desc limit 1), j.at) as last
+        order by t.tick desc limit 1), j.at) as last
       from jobs j where j.queue is not null and j.tag is not null) j
     union all
     select j.n, j.place from jobs j where j.queue is null) x;
@@ -7177,9 +7177,10 @@ end $$;
 
 -- The tag of the first job that is ready in a queue and priority, or that waits for a slot of a key there. If
 -- there is no such job, the greatest tag of any of its shares, so that all shares start again together. It
--- begins a day after tag_base: before that lie the tags of jobs that return to the front (_front_tag).
+-- begins a day after tag_base: before that lie the tags of jobs that return to the front (_front_tag). A
+-- bitmap would read all that is ready, and sort it.
 create or replace function queue._virtual_time(p_queue text, p_priority integer, p_key text)
-returns timestamptz language plpgsql stable parallel safe security invoker as $$
+returns timestamptz language plpgsql stable parallel safe security invoker set enable_bitmapscan = off as $$
 declare
   v_at timestamptz;
 begin
@@ -7297,7 +7298,7 @@ begin
       where t.queue = v_share.queue and t.priority = v_share.priority and t.key = ''
         and t.share = v_share.share
         and hashtextextended(t.share, 0) = hashtextextended(v_share.share, 0)
-      order by t.tag desc limit 1));
+      order by t.tick desc limit 1));
   end loop;
   update queue.job_override s set tag = null where s.id = any (p_ids) and s.tag is not null;
 end $$;
@@ -8250,18 +8251,22 @@ end $$;
 
 -- Counts the running jobs for max_running again after a limit was set. It does so once the new limit is
 -- committed, and every transaction has ended that may have seen the old lanes; or after a minute. It does not
--- count each time, because counting reads everything that is ready in the queue.
+-- count each time, because counting reads everything that is ready in the queue. Nobody gets jobs meanwhile,
+-- so it counts for a tenth of a second; the next call goes on.
 -- Locks: the caller holds the admission lock, as does a session that sets limits until its transaction ends;
 -- rows of queue.active_job by skip locked.
 create or replace function queue._recount_limited()
 returns void language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_start timestamptz := clock_timestamp();
   v_config record;
 begin
   for v_config in
     select c.queue, c.waits_for, c.limited_at from queue.queue_config c
     where c.limited_at is not null and c.xmin <> pg_current_xact_id()::xid
+    order by c.waits_for is not null, c.limited_at
   loop
+    exit when clock_timestamp() > v_start + interval '100 ms';
     if v_config.waits_for is null then
       update queue.queue_config c
       set waits_for = queue._virtual_transactions() where c.queue = v_config.queue;
@@ -8576,23 +8581,12 @@ end $$;
 create or replace function queue._dequeue(p_id bigint, out place text, out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
-  v_active record;
+  v_ready record := queue._dequeue_ready(array[p_id]);
   v_waiting record;
 begin
-  delete from queue.active_job aj
-  where aj.id = (select w.id from queue.active_job w where w.id = p_id
-    and w.claim is null for update skip locked)
-  returning aj.id, aj.lane, aj.flags, aj.deadline into v_active;
-  if found then
-    perform queue._keep_tag(p_id, v_active.deadline);
-    if v_active.flags & 1/* ordered */ <> 0 then
-      perform queue._keep_turns(array[p_id]);
-    end if;
-    if v_active.flags & 6/* slots */ <> 0 then
-      keys := queue._count_unready(array[p_id], array[v_active.lane], array[v_active.flags]);
-      perform queue._never_discard(array[p_id]);
-    end if;
+  if v_ready.ids is not null then
     place := 'ready';
+    keys := v_ready.keys;
     return;
   elsif exists (select from queue.active_job aj where aj.id = p_id)
     or exists (select from queue.finished f where f.id = p_id) then
@@ -8627,21 +8621,58 @@ begin
   place := case when found then 'turn' else 'log' end;
 end $$;
 
--- _dequeue for several jobs. ids: those that were taken out.
+-- The part of _dequeue for ready jobs. ids: those that were taken out; NULL: none.
+-- Locks: as there.
+create or replace function queue._dequeue_ready(p_ids bigint[], out ids bigint[], out keys text[])
+language plpgsql volatile parallel unsafe security invoker as $$
+declare
+  v_taken record;
+begin
+  with taken as (
+    delete from queue.active_job aj
+    where aj.id = any (array(
+      select w.id from queue.active_job w
+      where w.id = any (p_ids) and w.claim is null for update skip locked))
+    returning aj.id, aj.lane, aj.flags, aj.deadline)
+  select array_agg(t.id) as ids, array_agg(t.deadline) as places,
+    array_agg(t.id) filter (where t.flags & 1/* ordered */ <> 0) as ordered,
+    array_agg(t.id) filter (where t.flags & 6/* slots */ <> 0) as slotted,
+    array_agg(t.lane) filter (where t.flags & 6/* slots */ <> 0) as slot_lanes,
+    array_agg(t.flags) filter (where t.flags & 6/* slots */ <> 0) as slot_flags
+  into v_taken from taken t;
+  ids := v_taken.ids;
+  perform queue._keep_tag(u.id, u.place) from unnest(ids, v_taken.places) u (id, place);
+  if v_taken.ordered is not null then
+    perform queue._keep_turns(v_taken.ordered);
+  end if;
+  if v_taken.slotted is not null then
+    keys := queue._count_unready(v_taken.slotted, v_taken.slot_lanes, v_taken.slot_flags);
+    perform queue._never_discard(v_taken.slotted);
+  end if;
+end $$;
+
+-- _dequeue for several jobs. ids: those that were taken out, in the order of p_ids.
 -- Locks: as there.
 create or replace function queue._dequeue_all(p_ids bigint[], out ids bigint[], out keys text[])
 language plpgsql volatile parallel unsafe security invoker as $$
 declare
+  v_ready record := queue._dequeue_ready(p_ids);
   v_id bigint;
   v_taken record;
 begin
-  foreach v_id in array p_ids loop
+  ids := v_ready.ids;
+  keys := v_ready.keys;
+  foreach v_id in array array(
+    select u.id from unnest(p_ids) u (id) where u.id not in (select unnest(v_ready.ids)))
+  loop
     v_taken := queue._dequeue(v_id);
     if v_taken.place is not null then
       ids := ids || v_id;
       keys := keys || v_taken.keys;
     end if;
   end loop;
+  select array_agg(u.id order by u.n) into ids from unnest(p_ids) with ordinality u (id, n)
+  where not u.id not in (select unnest(_dequeue_all.ids));
 end $$;
 
 -- Whether no transaction is replacing a job now. If so, none can before this transaction ends.
@@ -16710,7 +16741,7 @@ declare
   v_behind integer[] := '{}'::integer[];      -- entries of v_keys.ns whose job a heavy one comes before
   v_taken integer[];
   v_counted bigint[] := '{}'::bigint[];       -- jobs that count in max_running
-  v_started bigint[];
+  v_started record;                           -- a queue with limits, and its jobs that start
   v_add_keys text[] := '{}'::text[];          -- the counts to add to semaphores
   v_add_lanes integer[] := '{}'::integer[];
   v_add_used integer[] := '{}'::integer[];
@@ -16818,20 +16849,20 @@ begin
     won := won || v_jobs.ids[n];
   end loop;
   if won <> '{}' then
-    for i in 1 .. cardinality(v_queues) loop
-      v_started := array(select v_jobs.ids[n] from generate_series(1, cardinality(v_jobs.ids)) n
-                         where v_jobs.are_limited[n] and v_jobs.queues[n] = v_queues[i]
-                           and v_jobs.ids[n] = any (won));
-      if v_started <> '{}' then
-        v_counted := v_counted || queue._count_starts(v_queues[i], v_started, v_now);
+    if v_queues <> '{}' then
+      for v_started in
+        select u.queue, array_agg(u.id) as ids
+        from unnest(v_jobs.ids, v_jobs.queues, v_jobs.are_limited) u (id, queue, is_limited)
+        where u.is_limited and u.id = any (won) group by u.queue
+      loop
+        v_counted := v_counted || queue._count_starts(v_started.queue, v_started.ids, v_now);
         if p_limits is not null then
-          perform queue._count_worker_claims(p_worker, p_limits, v_queues[i], v_started, v_claim);
+          perform queue._count_worker_claims(p_worker, p_limits, v_started.queue, v_started.ids, v_claim);
         end if;
-      end if;
-      if v_room[i] <= 0 then
-        full_queues := full_queues || v_queues[i];
-      end if;
-    end loop;
+      end loop;
+      full_queues := array(
+        select u.queue from unnest(v_queues, v_room) u (queue, room) where u.room <= 0);
+    end if;
     update queue.active_job aj
     set claim = v_claim, worker_id = p_worker, claimed_at = v_now, attempt = aj.attempt + 1,
       flags = aj.flags | case when aj.id = any (v_counted) then 16384/* queue_slot */ else 0 end
@@ -20819,9 +20850,13 @@ begin
 end $$;
 
 -- The number of jobs of queues and of a task that are unfinished and not running. Reads whole tables.
+-- Settlements are looked up in arrays, which are hashed: a plan that expects few would read all for each job.
 create or replace function queue._count_open(p_queue text, p_task text)
 returns integer language plpgsql stable parallel safe security invoker
 set plan_cache_mode = force_custom_plan set enable_seqscan = on set enable_hashjoin = on as $$
+declare
+  v_again bigint[] := array(select h.job_id from queue.unsettled h where h.kind = 'again');
+  v_ended bigint[] := array(select h.job_id from queue.unsettled h where h.kind = 'ended');
 begin
   return (
     select count(*)
@@ -20830,13 +20865,13 @@ begin
           union all select m.id from queue.lock_member m
           where not exists (select from queue.active_job aj where aj.id = m.id)
             and not exists (select from queue.waiting w where w.id = m.id)
-            and not exists (select from queue.unsettled h where h.job_id = m.id and h.kind = 'again')
-          union all select h.job_id from queue.unsettled h where h.kind = 'again'
+            and m.id <> all (v_again)
+          union all select unnest(v_again)
           union all select u.id from queue.unadmitted u) u
     join queue.job_now j on j.id = u.id
     where (p_queue is null or queue._matches(j.queue, p_queue))
       and (p_task is null or j.task = p_task)
-      and not exists (select from queue.unsettled h where h.job_id = u.id and h.kind = 'ended'));
+      and u.id <> all (v_ended));
 end $$;
 
 -- operate/queues.sql

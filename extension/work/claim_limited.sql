@@ -95,7 +95,7 @@ declare
   v_behind integer[] := '{}'::integer[];      -- entries of v_keys.ns whose job a heavy one comes before
   v_taken integer[];
   v_counted bigint[] := '{}'::bigint[];       -- jobs that count in max_running
-  v_started bigint[];
+  v_started record;                           -- a queue with limits, and its jobs that start
   v_add_keys text[] := '{}'::text[];          -- the counts to add to semaphores
   v_add_lanes integer[] := '{}'::integer[];
   v_add_used integer[] := '{}'::integer[];
@@ -203,20 +203,20 @@ begin
     won := won || v_jobs.ids[n];
   end loop;
   if won <> '{}' then
-    for i in 1 .. cardinality(v_queues) loop
-      v_started := array(select v_jobs.ids[n] from generate_series(1, cardinality(v_jobs.ids)) n
-                         where v_jobs.are_limited[n] and v_jobs.queues[n] = v_queues[i]
-                           and v_jobs.ids[n] = any (won));
-      if v_started <> '{}' then
-        v_counted := v_counted || queue._count_starts(v_queues[i], v_started, v_now);
+    if v_queues <> '{}' then
+      for v_started in
+        select u.queue, array_agg(u.id) as ids
+        from unnest(v_jobs.ids, v_jobs.queues, v_jobs.are_limited) u (id, queue, is_limited)
+        where u.is_limited and u.id = any (won) group by u.queue
+      loop
+        v_counted := v_counted || queue._count_starts(v_started.queue, v_started.ids, v_now);
         if p_limits is not null then
-          perform queue._count_worker_claims(p_worker, p_limits, v_queues[i], v_started, v_claim);
+          perform queue._count_worker_claims(p_worker, p_limits, v_started.queue, v_started.ids, v_claim);
         end if;
-      end if;
-      if v_room[i] <= 0 then
-        full_queues := full_queues || v_queues[i];
-      end if;
-    end loop;
+      end loop;
+      full_queues := array(
+        select u.queue from unnest(v_queues, v_room) u (queue, room) where u.room <= 0);
+    end if;
     update queue.active_job aj
     set claim = v_claim, worker_id = p_worker, claimed_at = v_now, attempt = aj.attempt + 1,
       flags = aj.flags | case when aj.id = any (v_counted) then {{queue_slot}} else 0 end

@@ -59,7 +59,7 @@ create table queue.share_tag (
 );
 
 -- Three long names do not fit into one row of an index.
-create index share_tag_share_idx on queue.share_tag (queue, priority, key, hashtextextended(share, 0), tag);
+create index share_tag_share_idx on queue.share_tag (queue, priority, key, hashtextextended(share, 0), tick);
 
 -- Weights of shares; a pattern is a name or prefix*.
 create table queue.share_config (
