@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from pgdefer.database import sql
 from pgdefer.errors import DecodeError
@@ -24,6 +24,8 @@ from pgdefer.tasks.steps import (
 from pgdefer.tasks.submit import submit_many
 
 __all__ = ["DurableCalls"]
+
+R = TypeVar("R")
 
 
 class DurableCalls(StepCalls):
@@ -90,7 +92,7 @@ class DurableCalls(StepCalls):
 
     # Children
 
-    def call(self, call: PreparedJob[Any], *, name: str | None = None) -> Any:
+    def call(self, call: PreparedJob[R], *, name: str | None = None) -> R:
         """Defer a job, once, and wait for its result, with which the next run continues.
 
         `call` is what `task.prepare(...)` returned. Raises JobFailed or JobCancelled if the job
@@ -98,6 +100,7 @@ class DurableCalls(StepCalls):
         """
         check_prepared([call])
         step = call.task if name is None else name
+        result: R
         (result,) = self._gather([call], step, return_errors=False, count=1)
         return result
 

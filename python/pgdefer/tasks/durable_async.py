@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from pgdefer.database import sql
 from pgdefer.errors import DecodeError
@@ -23,6 +23,8 @@ from pgdefer.tasks.steps import (
 from pgdefer.tasks.submit_async import submit_many_async
 
 __all__ = ["AsyncDurableCalls"]
+
+R = TypeVar("R")
 
 
 class AsyncDurableCalls(AsyncStepCalls):
@@ -89,7 +91,7 @@ class AsyncDurableCalls(AsyncStepCalls):
 
     # Children
 
-    async def call_async(self, call: PreparedJob[Any], *, name: str | None = None) -> Any:
+    async def call_async(self, call: PreparedJob[R], *, name: str | None = None) -> R:
         """Defer a job, once, and wait for its result, with which the next run continues.
 
         `call` is what `task.prepare(...)` returned. Raises JobFailed or JobCancelled if the job
@@ -97,6 +99,7 @@ class AsyncDurableCalls(AsyncStepCalls):
         """
         check_prepared([call])
         step = call.task if name is None else name
+        result: R
         (result,) = await self._gather_async([call], step, return_errors=False, count=1)
         return result
 

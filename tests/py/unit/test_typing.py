@@ -161,6 +161,8 @@ BAD = [
     ("app.job('5')", "incompatible type"),
     ("x2: str = current_job().step('count', count, 'x')", "Incompatible types in assignment"),
     ("y2: str = await current_job().step_async('s', send, 1)", "incompatible type"),
+    ("z2: str = current_job().call(count.prepare('x'))", "Incompatible types in assignment"),
+    ("z3: str = await current_job().call_async(send.prepare(1))", "incompatible type"),
 ]
 
 
