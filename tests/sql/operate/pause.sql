@@ -1,6 +1,6 @@
 -- Pausing with patterns, times and tasks.
 
-select plan(43);
+select plan(47);
 
 \ir queues.helpers.psql
 
@@ -155,5 +155,18 @@ select is((select count(*) from queue.fetch(:solo, '{solo}', 5)), 0::bigint, 'no
 select is((select c.ids from queue._claim_plain(:solo, array(select l.lane from queue.lane l where l.queue = 'solo'), 5) c), null, 'even if the pause came after the lanes were read');
 select queue.resume('solo') \g /dev/null
 select is((select count(*) from queue.fetch(:solo, '{solo}', 5)), 3::bigint, 'and all that are left when it continues');
+
+-- Jobs of a lock: members, some of which wait elsewhere, or were handed over to the next admission
+select count(*) from queue.defer_many((select jsonb_agg('{"task": "of lock", "queue": "many", "lock": "L", "lock_mode": "mutex"}'::jsonb) from generate_series(1, 30))) \g /dev/null
+select queue._admit_all() \g /dev/null
+select is(queue.pause(task => 'of lock'), 30, 'a pause counts each job of a lock once');
+select is(queue.resume(task => 'of lock'), 30, 'as the end of the pause does');
+begin;
+with gone as (
+  delete from queue.waiting w where w.id = any (array(select max(j.id) from queue.jobs j where j.task = 'of lock')) returning w.id)
+insert into queue.pending_settlement (job_id, kind, flags) select g.id, 'again', 0 from gone g;
+select is((select count(*) from queue.unsettled h join queue.lock_member m on m.id = h.job_id), 1::bigint, 'one is handed over');
+select is(queue._count_open('many', null), 30, 'and counted once');
+rollback;
 
 select * from finish();
