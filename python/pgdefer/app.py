@@ -227,17 +227,13 @@ class App(Defining, Deferring, AsyncDeferring, Managing, AsyncManaging):
         """Add the tasks and schedules of a blueprint; their names begin with the namespace.
 
         The App's middleware surrounds them, but its `defaults` do not apply to them. Raises
-        ValueError if names clash, or if the blueprint was included before.
+        ValueError, and adds nothing, if names clash, or if the blueprint was included before.
         """
         if not isinstance(blueprint, Blueprint):
             raise TypeError(f"blueprint must be a Blueprint, not {blueprint!r}")
         if not isinstance(namespace, str):
             raise TypeError(f"namespace must be text, such as 'mail.', not {namespace!r}")
-        for task in blueprint.included_in(self.client, namespace):
-            self.add(task)
-        for schedule in blueprint.schedules.values():
-            if self.schedules.setdefault(schedule.name, schedule) != schedule:
-                raise ValueError(f"there are two schedules named {schedule.name!r}")
+        blueprint.include_in(self, namespace)
 
     @overload
     def on(

@@ -14,9 +14,10 @@ from pgdefer.client.base import Refusal
 from pgdefer.client.client import Client
 from pgdefer.database.source import Source
 from pgdefer.tasks.defining import Defining
+from pgdefer.tasks.middleware import check_task_middleware
 from pgdefer.tasks.option_checks import check_options
-from pgdefer.tasks.registry import module_name
-from pgdefer.tasks.task import AllTaskOptions, Task
+from pgdefer.tasks.registry import check_names, module_name
+from pgdefer.tasks.task import AllTaskOptions
 
 __all__ = ["Blueprint"]
 
@@ -43,10 +44,12 @@ class Blueprint(Defining):
         self.defaults: Mapping[str, Any] = dict(defaults or {})
         self._is_included = False
 
-    def included_in(self, client: Client, namespace: str) -> list[Task[..., Any]]:
-        """Give the tasks and schedules an App's client and names within it; return the tasks.
+    def include_in(self, app: Defining, namespace: str) -> None:
+        """Add the tasks and schedules to an App, with names within it.
 
-        Raises ValueError if the blueprint was included before, or if a task runs in processes.
+        Raises ValueError or TypeError, and adds nothing, if a name is taken, if the App has
+        middleware that does not fit, if a task runs in processes, or if the blueprint was included
+        before.
         """
         if self._is_included:
             raise ValueError(f"the blueprint of {self.name} was included before")
@@ -57,13 +60,21 @@ class Blueprint(Defining):
                     f"the task {task.name!r} runs in processes, which do not know the blueprint: "
                     "define it by @app.task"
                 )
-        self._is_included = True
-        for task in tasks:
-            task.include_in(client, namespace)
-        self.schedules = {
+            name = f"{namespace}{task.name}"
+            check_names(app.tasks, task, [name, *task.aliases])
+            check_task_middleware(name, app.client.middleware, is_async=task.is_async)
+        schedules = {
             f"{namespace}{name}": dataclasses.replace(
                 schedule, name=f"{namespace}{name}", task=f"{namespace}{schedule.task}"
             )
             for name, schedule in self.schedules.items()
         }
-        return tasks
+        for name, schedule in schedules.items():
+            if app.schedules.get(name, schedule) != schedule:
+                raise ValueError(f"there are two schedules named {name!r}")
+        self._is_included = True
+        for task in tasks:
+            task.include_in(app.client, namespace)
+            app.add(task)
+        self.schedules = schedules
+        app.schedules.update(schedules)

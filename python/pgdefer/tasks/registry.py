@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
@@ -27,7 +27,7 @@ from pgdefer.tasks.context import JobContext
 from pgdefer.tasks.schedule import Schedule, removed_schedules, schedules_json
 from pgdefer.tasks.task import Task
 
-__all__ = ["DjangoTask", "Registry", "module_name", "name_of", "task_of"]
+__all__ = ["DjangoTask", "Registry", "check_names", "module_name", "name_of", "task_of"]
 
 log = logger("pgdefer")
 
@@ -45,6 +45,26 @@ class DjangoTask(Protocol):
 def name_of(function: Callable[..., Any]) -> str:
     """Return a task's default name, its module and name: the same in every process."""
     return f"{module_name(function.__module__)}.{function.__qualname__}"
+
+
+def check_names(
+    tasks: Mapping[str, Task[..., Any]], task: Task[..., Any], names: Sequence[str]
+) -> None:
+    """Raise ValueError if another task has one of the names that this one is to have."""
+    for name in names:
+        other = tasks.get(name)
+        if other is None or _identity(other.function) == _identity(task.function):
+            continue
+        if name_of(other.function) == name_of(task.function):
+            raise ValueError(
+                f"there are two tasks named {name!r}: a decorator below @app.task gives "
+                "both functions its own name; let it use functools.wraps, or pass name=..."
+            )
+        both = f": {other.name!r} and {names[0]!r}" if other.name != names[0] else ""
+        raise ValueError(
+            f"there are two tasks named {name!r}{both}; if one is a former version of the "
+            "other, make a new App"
+        )
 
 
 def _identity(function: Callable[..., Any]) -> list[str]:
@@ -116,19 +136,9 @@ class Registry:
     def add(self, task: T) -> T:
         """Add a task. Raises ValueError if another task has its name, or one of its aliases."""
         names = (task.name, *task.aliases)
+        check_names(self.tasks, task, names)
         for name in names:
             other = self.tasks.get(name)
-            if other is not None and _identity(other.function) != _identity(task.function):
-                if name_of(other.function) == name_of(task.function):
-                    raise ValueError(
-                        f"there are two tasks named {name!r}: a decorator below @app.task gives "
-                        "both functions its own name; let it use functools.wraps, or pass name=..."
-                    )
-                both = f": {other.name!r} and {task.name!r}" if other.name != task.name else ""
-                raise ValueError(
-                    f"there are two tasks named {name!r}{both}; if one is a former version of the "
-                    "other, make a new App"
-                )
             if other is not None and _values(other.function) != _values(task.function):
                 log.warning(
                     "the task %r is defined again with other values, and replaces the one before: "

@@ -128,7 +128,6 @@ class Task(Deferrable[P, R], AsyncDeferrable[P, R]):
         """Join an App: put its middleware around the handler, and the namespace before the name."""
         self.client, self.name = client, f"{namespace}{self.name}"
         self.middleware = (*client.middleware, *self.middleware)
-        check_task_middleware(self.name, self.middleware, is_async=self.is_async)
 
     def upgrade(self, function: UpgradeT) -> UpgradeT:
         """Decorate the function that brings the arguments of older jobs up to date.
