@@ -23,8 +23,9 @@ Rows = list[tuple[Any, ...]]
 Node = dict[str, Any]
 
 BACKLOG = 400
-# A call is about at most 10 jobs: no node of its plans may read or discard this many rows.
-LIMIT = 200
+# A call is about at most 10 jobs: no node of its plans may read or discard this many rows. They are
+# fewer than the backlog of a kind, and more than the lanes of all, as a tick looks at each lane.
+LIMIT = 300
 
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "spent": lambda n: {},
